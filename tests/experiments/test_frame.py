@@ -219,8 +219,8 @@ def test_a_number_near_the_bound_is_told_from_it():
 
 
 def test_a_rule_that_was_added_later_says_so():
-    assert conclude([1.0], at_most=2.0, is_late=True).sentence().endswith("at most 2, added after the first results).")
-    page = Report(replace(EXPERIMENT, rules=(replace(EXPERIMENT.rules[0], is_late=True),)), ()).to_markdown()
+    assert conclude([1.0], at_most=2.0, late="the rule").sentence().endswith("2; the rule was added after results).")
+    page = Report(replace(EXPERIMENT, rules=(replace(EXPERIMENT.rules[0], late="the rule"),)), ()).to_markdown()
     assert "fixed before the runs, except where it says otherwise:" in page
 
 

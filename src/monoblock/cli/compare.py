@@ -31,7 +31,7 @@ file_type = click.Path(path_type=Path, exists=True, dir_okay=False)
     "Each finished arm and seed is a line of results.jsonl in the folder --out. What has a line is not repeated, so "
     "an interrupted call continues, and lines from another machine can be added to the folder or named by --results.",
 )
-@click.argument("experiment")
+@click.argument("experiment", required=False)
 @click.argument("words", nargs=-1, metavar="[key=value …]")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write.  [default: runs/compare-<experiment>]")
 @click.option("--data", type=folder_type, help=FOLDER_HELP)
@@ -49,7 +49,7 @@ file_type = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option("--dry-run", is_flag=True, help="Run nothing: print the claim, the arms, the budget and the rules.")
 @json_option
 def command(
-    experiment: str,
+    experiment: str | None,
     words: tuple[str, ...],
     out: Path | None,
     data: Path | None,
@@ -68,6 +68,8 @@ def command(
     from monoblock.experiments.frame.runner import Request, count_hidden, plan_trials, run_trials, select_results
     from monoblock.experiments.table import load_experiment
 
+    if experiment is None:
+        raise ConfigError("name an experiment, such as residuals; monoblock compare --help lists them")
     record = load_experiment(experiment)
     values, overrides = _split_overrides(words)
     folder = out if out is not None else Path("runs") / f"compare-{experiment}{'-smoke' if smoke else ''}"
@@ -89,8 +91,12 @@ def command(
     trials = plan_trials(record, request)
     if not table:
         folder.mkdir(parents=True, exist_ok=True)
-        for message in run_trials(record, trials, request):
-            click.echo(message, err=True)
+        try:
+            for message in run_trials(record, trials, request):
+                click.echo(message, err=True)
+        except KeyboardInterrupt:
+            click.echo("Finished trials are kept; the same command goes on with the others.", err=True)
+            raise
     report = Report(record, tuple(select_results(record, trials, request)), note)
     if not report.results:
         raise ConfigError(f"{folder} has no results of {experiment} with these options; leave out --table to run it")

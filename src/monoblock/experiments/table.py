@@ -12,7 +12,7 @@ from monoblock.experiments.names import EXPERIMENTS
 def load_experiment(name: str) -> Experiment:
     """Return the constant EXPERIMENT of the module that the table names."""
     if name not in EXPERIMENTS:
-        known = ", ".join(EXPERIMENTS)
-        raise ConfigError(f"there is no experiment {name!r}; write one of {known}{did_you_mean(name, EXPERIMENTS)}")
+        advice = did_you_mean(name, EXPERIMENTS)
+        raise ConfigError(f"there is no experiment {name!r}; monoblock compare --help lists them{advice}")
     experiment: Experiment = import_module(f"monoblock.experiments.{EXPERIMENTS[name][0]}").EXPERIMENT
     return experiment

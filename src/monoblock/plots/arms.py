@@ -1,8 +1,9 @@
-"""Draw the results of an experiment: points or curves of several arms, with deviations."""
+"""Draw the results of an experiment: points or curves of several arms, with deviations, and a power law that fits."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from monoblock.plots.figure import create_figure
 ArmValues = tuple[float, float]  # mean and standard deviation
 MAX_PANELS = 3  # curves that are drawn beside each other
 MAX_TICKS = 12
+MARGIN = 0.05  # of an axis above its highest value, as in matplotlib
 
 
 class ArmCurves(NamedTuple):
@@ -22,35 +24,81 @@ class ArmCurves(NamedTuple):
     y_label: str
     points: Sequence[str]
     curves: Mapping[str, Sequence[ArmValues | None]]  # by arm; None where an arm has no value
+    guide: float | None = None  # thin lines that fall by this factor per point, backwards from the end of each curve
 
 
-def draw_arm_points(title: str, y_label: str, values: Mapping[str, ArmValues], *, logarithmic: bool) -> Any:
-    """Draw the mean of each arm with its deviation; the axis shows the range of the values, not zero."""
-    names = list(values)
-    figure = create_figure((max(4.5, min(14.0, 1.5 + 0.7 * len(names))), 3.8))
-    axis = figure.subplots()
-    for place, (mean, deviation) in enumerate(values.values()):
-        axis.errorbar(place, mean, yerr=deviation or None, fmt="o", color=COLORS[0], capsize=4, markersize=6)
-    axis.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
-    axis.set_xlim(-0.5, len(names) - 0.5)
-    axis.set_title(title, fontsize=11)
-    _format_y(axis, y_label, logarithmic)
+def draw_arm_points(title: str, panels: Mapping[str, Mapping[str, ArmValues]], *, logarithmic: bool) -> Any:
+    """Draw a panel for each metric, with the mean and deviation of each arm; axes show the range of values, not zero.
+
+    panels: the values of the arms by metric.
+    """
+    width = max(1.5 + 0.7 * len(values) for values in panels.values())
+    figure = create_figure((max(4.5, min(14.0, len(panels) * width)), 3.8))
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (y_label, values) in zip(axes, panels.items(), strict=True):
+        for place, value in enumerate(values.values()):
+            _draw_point(axis, place, value)
+        axis.set_xticks(range(len(values)), list(values), rotation=35, ha="right", fontsize=8)
+        axis.set_xlim(-0.5, len(values) - 0.5)
+        _format_y(axis, y_label, logarithmic)
+    (axes[0].set_title if len(panels) == 1 else figure.suptitle)(title, fontsize=11)
     return figure
 
 
-def draw_arm_curves(title: str, panels: Sequence[ArmCurves], *, logarithmic: bool = False) -> Any:
-    """Draw a panel for each metric, with one curve for each arm and deviations as shaded bands."""
+def draw_arm_scatter(title: str, labels: tuple[str, str], points: Mapping[str, tuple[float, ArmValues]]) -> Any:
+    """Draw one metric over another on logarithmic axes, a point for each arm, and the power law that fits the means.
+
+    labels: the names of the metrics x and y.
+    points: for each arm the mean of x, and mean and deviation of y.
+    """
+    x_label, y_label = (label.replace("_", " ") for label in labels)
+    figure = create_figure((6.5, 4.2))
+    axis = figure.subplots()
+    for name, (x, value) in points.items():
+        _draw_point(axis, x, value)
+        axis.annotate(name, (x, value[0]), xytext=(6, 5), textcoords="offset points", fontsize=8)
+    places = sorted({x for x, _ in points.values()})
+    if len(places) > 2:  # a line through two points would always fit
+        exponent, factor = fit_power_law([(x, mean) for x, (mean, _) in points.values()])
+        line = [factor * x**exponent for x in places]
+        axis.plot(places, line, color=COLORS[1], linewidth=1, label=f"{y_label} ∝ ({x_label})^{exponent:.3g}")
+        axis.legend(fontsize=8)
+    axis.set_xscale("log")
+    axis.set_xlabel(x_label)
+    axis.margins(x=0.1)  # room for the name of the last arm
+    axis.set_title(title, fontsize=11)
+    _format_y(axis, y_label, logarithmic=True)
+    return figure
+
+
+def fit_power_law(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return exponent and factor of y = factor * x^exponent, by least squares of the logarithms."""
+    slope, start = statistics.linear_regression(*zip(*((math.log(x), math.log(y)) for x, y in points), strict=True))
+    return slope, math.exp(start)
+
+
+def _draw_point(axis: Any, x: float, value: ArmValues) -> None:
+    mean, deviation = value
+    axis.errorbar(x, mean, yerr=deviation or None, fmt="o", color=COLORS[0], capsize=4, markersize=6)
+
+
+def draw_arm_curves(title: str, panels: Sequence[ArmCurves], *, logarithmic: bool = False, floor: float = 0.0) -> Any:
+    """Draw a panel for each metric, with one curve for each arm and deviations as shaded bands.
+
+    floor: a logarithmic panel that has smaller values starts here, and the legend names the curves that fall below.
+    """
     shown = panels[:MAX_PANELS]
+    lowest = floor if logarithmic and floor > 0 else -math.inf
     figure = create_figure((1.0 + 6.0 * len(shown), 4.2))
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
     for axis, panel in zip(axes, shown, strict=True):
-        _draw_curves(axis, panel, logarithmic)
+        _draw_curves(axis, panel, logarithmic, lowest)
     axes[0].legend(fontsize=7, framealpha=0.9, ncols=1 + (len(shown[0].curves) > 10))
     figure.suptitle(title, fontsize=11)
     return figure
 
 
-def _draw_curves(axis: Any, panel: ArmCurves, logarithmic: bool) -> None:
+def _draw_curves(axis: Any, panel: ArmCurves, logarithmic: bool, floor: float) -> None:
     places = _places(panel.points)
     for number, (name, values) in enumerate(panel.curves.items()):
         style = {"color": COLORS[number % 7], "linestyle": STYLES[(number + number // 7) % 7]}
@@ -59,7 +107,8 @@ def _draw_curves(axis: Any, panel: ArmCurves, logarithmic: bool) -> None:
             continue
         x, mean, deviation = ([one[index] for one in there] for index in range(3))
         marker = MARKERS[number % 7] if len(places) <= MAX_TICKS else None
-        axis.plot(x, mean, marker=marker, markersize=4, label=name, **style)
+        label = f"{name} (falls below {floor:g})" if min(mean) < floor else name
+        axis.plot(x, mean, marker=marker, markersize=4, label=label, **style)
         if any(deviation):
             low = [m - d if not logarithmic or m > d else m for m, d in zip(mean, deviation, strict=True)]
             high = [m + d for m, d in zip(mean, deviation, strict=True)]
@@ -67,7 +116,28 @@ def _draw_curves(axis: Any, panel: ArmCurves, logarithmic: bool) -> None:
     if len(places) <= MAX_TICKS:
         axis.set_xticks(places, panel.points, fontsize=8)
     axis.set_xlabel(panel.x_label)
+    _draw_guides(axis, panel, places)
+    _limit_y(axis, panel, floor)
     _format_y(axis, panel.y_label, logarithmic)
+
+
+def _draw_guides(axis: Any, panel: ArmCurves, places: Sequence[float]) -> None:
+    """Draw the thin lines of a panel; one of them stands for all in the legend."""
+    if panel.guide is None:
+        return
+    ends = {values[-1][0] for values in panel.curves.values() if values[-1] is not None}
+    for number, end in enumerate(sorted(ends)):
+        heights = [end * panel.guide ** (places[-1] - place) for place in places]
+        label = None if number else f"a factor of {panel.guide:g} per {panel.x_label}"
+        axis.plot(places, heights, color="#808080", linewidth=0.7, zorder=1, label=label)
+
+
+def _limit_y(axis: Any, panel: ArmCurves, floor: float) -> None:
+    """Let an axis start at the floor if values lie below it and above it."""
+    values = [value for values in panel.curves.values() for value in values if value is not None]
+    lowest, highest = min((mean for mean, _ in values), default=floor), max(map(sum, values), default=floor)
+    if lowest < floor < highest:
+        axis.set_ylim(floor, highest * (highest / floor) ** MARGIN)
 
 
 def _places(points: Sequence[str]) -> list[float]:

@@ -140,6 +140,6 @@ EXPERIMENT = Experiment(
             is_exact=True,
         ),
     ),
-    reading="`matrix_bytes` is one matrix of scores by the closed form, in the documents' MB of 2^20 bytes. The bytes "
-    "do not vary between runs.",
+    reading="`matrix_bytes` is one matrix of scores by the closed form; the MB of the documents are 2^20 bytes, so 32 "
+    "MB are 33,554,432 bytes. The bytes do not vary between runs.",
 )

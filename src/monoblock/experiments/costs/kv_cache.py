@@ -148,6 +148,7 @@ EXPERIMENT = Experiment(
             at_least=0.99,
             at_most=1.01,
             is_exact=True,
+            late="the lower bound",
         ),
     ),
     reading="A single new token uses the machine less well than a long sequence does, so the time falls less than the "

@@ -86,6 +86,7 @@ EXPERIMENT = Experiment(
             other_at="8",
             at_least=0.9,
             at_most=1.1,
+            late="the upper bound",
         ),
         Rule(
             statement="without the scale, the mean gradient at size 1,024 is at most a fifth of that with the scale",

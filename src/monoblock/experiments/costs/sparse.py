@@ -15,6 +15,7 @@ import torch
 from monoblock.config.families import gpt
 from monoblock.config.knobs import vary
 from monoblock.config.schema import check_at_least, check_types
+from monoblock.errors import ConfigError
 from monoblock.experiments.costs.time_and_memory import best_seconds, default_device, peak_bytes, saved_bytes
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial, selection
 from monoblock.experiments.frame.rules import Rule
@@ -38,12 +39,23 @@ class Options:
         check_types(self)
         check_at_least(self, 1, "width", "heads")
         check_at_least(self, 0, "rounds")
+        if self.width % self.heads:
+            raise ConfigError(f"width={self.width} is not a multiple of heads={self.heads}; change one of them")
+        self.lengths_on("cpu")
+
+    def lengths_on(self, device: str) -> list[int]:
+        """Return the lengths, shortest first; each divides the longest, so that all have equally many tokens."""
+        lengths = sorted(set(parse_lengths(DEFAULT_LENGTHS[device] if self.lengths == "" else self.lengths)))
+        odd = next((length for length in lengths if lengths[-1] % length), None)
+        if odd is not None:
+            raise ConfigError(f"{odd} tokens do not divide {lengths[-1]}, the longest of lengths=; leave one out")
+        return lengths
 
 
 def measure(trial: Trial) -> Iterator[str | Metrics]:
     """Measure a model of one block without a feed-forward network at every length, with equally many tokens."""
     options, device = trial.options, default_device()
-    lengths = parse_lengths(options.lengths or DEFAULT_LENGTHS[device])
+    lengths = options.lengths_on(device)
     knobs: dict[str, Any] = {"positions": "none", "hidden": 0, **trial.arm.values}
     config = gpt(vocab=VOCAB, width=options.width, depth=1, heads=options.heads, context=max(lengths))
     torch.manual_seed(trial.seed)
@@ -74,7 +86,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
             peak[name] = allocated / ids.numel()
         yield f"length {length}"
     shortest, longest = next(iter(per_token)), list(per_token)[-1]
-    metrics: Metrics = {"microseconds_per_token": per_token, "saved_bytes_per_token": saved}
+    metrics: Metrics = {"microseconds_per_token": per_token, "saved_bytes_per_token": saved, "rounds": rounds}
     metrics |= {"peak_bytes_per_token": peak} if peak else {}
     metrics["time_longest_to_shortest"] = per_token[longest] / per_token[shortest]
     metrics["memory_longest_to_shortest"] = saved[longest] / saved[shortest]
@@ -126,7 +138,7 @@ EXPERIMENT = Experiment(
     budget="one attention layer of width 256 with 4 heads, equally many tokens at every length, forward and backward; "
     "the best of the rounds; on a CPU, processor time",
     data="random tokens",
-    columns=("time_longest_to_shortest", "memory_longest_to_shortest", "cached_step_error"),
+    columns=("time_longest_to_shortest", "memory_longest_to_shortest", "cached_step_error", "rounds"),
     curves=dict.fromkeys(("microseconds_per_token", "saved_bytes_per_token", "peak_bytes_per_token"), "length"),
     logarithmic=True,
     rules=(
@@ -136,6 +148,7 @@ EXPERIMENT = Experiment(
             arm="linear",
             at_least=0.85,
             at_most=1.15,
+            late="the lower bound",
         ),
         Rule(
             statement="full attention takes at least twice the time per token at the longest length",
@@ -160,10 +173,11 @@ EXPERIMENT = Experiment(
             metric="time_longest_to_shortest",
             arm="longformer",
             at_most=1.5,
-            is_late=True,
+            late="the rule",
         ),
     ),
-    reading="Times and bytes are divided by the number of tokens, which is the same at every length. Saved bytes are "
+    reading="Times and bytes are divided by the number of tokens, which is the same at every length; a time is the "
+    "best of `rounds` passes. Saved bytes are "
     "those that the forward pass keeps for the backward pass. A fused kernel keeps no scores, so full attention is "
     "linear in memory too, though not in time.",
 )

@@ -33,7 +33,7 @@ class Arm:
 
 
 def selection(default: Any) -> Any:
-    """Declare an option that only chooses which trials run, and does not change the result of any of them."""
+    """Declare an option that only chooses which trials run, or how often each is timed: results with it are merged."""
     return field(default=default, metadata={"selects": True})
 
 
@@ -51,10 +51,14 @@ class Experiment:
     measure: Callable[[Trial], Iterator[str | Metrics]]
     budget: str  # what every arm gets, in words
     data: str  # what the arms are trained and measured on, in words
-    columns: tuple[str, ...]  # metrics in the table; the first is plotted if there is no curve
+    columns: tuple[str, ...]  # metrics in the table
     rules: tuple[Rule, ...]  # fixed before any run; they yield the conclusion
     curves: Mapping[str, str] = field(default_factory=dict)  # metrics that are curves, and what their points are
     logarithmic: bool = False  # plot on a logarithmic scale
+    floor: float = 0.0  # a logarithmic plot of curves that fall below this starts here
+    guides: Mapping[str, float] = field(default_factory=dict)  # curves, and a factor per point that thin lines show
+    plotted: tuple[str, ...] = ()  # columns in the plot, a panel each, if there is no curve; (): the first one
+    scatter: tuple[str, str] | None = None  # columns x and y of a plot with logarithmic axes and the line that fits
     recipe: str = ""  # the recipe of all arms without one of their own; "": nothing is trained
     changes: tuple[str, ...] = ()  # overrides of the recipe in all arms: the budget
     stand_in: tuple[str, ...] = ()  # further overrides if the corpus of the recipe is not there

@@ -1,29 +1,44 @@
 """Write the results of an experiment to files: a plot, and the page and the lines of benchmarks/results.
 
-The plot shows the first curves of the experiment if it has any, otherwise the arms that have its first column.
+The plot shows what the experiment declares: one column over another (`scatter`), or its first curves, or the columns
+`plotted` of all arms, of which the first column is the default.
 """
 
 from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 from monoblock.errors import FileError
 from monoblock.experiments.frame.report import Report
 from monoblock.interop.atomic_write import write_atomically
-from monoblock.plots.arms import ArmCurves, ArmValues, draw_arm_curves, draw_arm_points
+from monoblock.plots.arms import ArmCurves, ArmValues, draw_arm_curves, draw_arm_points, draw_arm_scatter
 from monoblock.plots.figure import save_figure
 
 
 def plot_report(report: Report, path: Path) -> Path:
     """Save the plot of a report; raise FileError if matplotlib is not there."""
+    return save_figure(draw_report(report), path)
+
+
+def draw_report(report: Report) -> Any:
+    """Draw what the experiment declares, with the results of the last machine if they depend on it."""
     experiment, report = report.experiment, report.by_machine()[-1]
+    name, logarithmic = experiment.name, experiment.logarithmic
+    if experiment.scatter is not None:
+        x, y = (_column(report, column) for column in experiment.scatter)
+        return draw_arm_scatter(name, experiment.scatter, {arm: (x[arm][0], y[arm]) for arm in x if arm in y})
     panels = [panel for curve, x_label in experiment.curves.items() if (panel := _curves(report, curve, x_label))]
     if panels:
-        return save_figure(draw_arm_curves(experiment.name, panels, logarithmic=experiment.logarithmic), path)
-    column = experiment.columns[0]
-    values = {arm: _summary(found) for arm in report.arms if (found := report.values(arm, column))}
-    return save_figure(draw_arm_points(experiment.name, column, values, logarithmic=experiment.logarithmic), path)
+        return draw_arm_curves(name, panels, logarithmic=logarithmic, floor=experiment.floor)
+    columns = {column: _column(report, column) for column in experiment.plotted or experiment.columns[:1]}
+    return draw_arm_points(name, columns, logarithmic=logarithmic)
+
+
+def _column(report: Report, column: str) -> dict[str, ArmValues]:
+    """Return a column of all arms that have it."""
+    return {arm: _summary(found) for arm in report.arms if (found := report.values(arm, column))}
 
 
 def _curves(report: Report, curve: str, x_label: str) -> ArmCurves | None:
@@ -34,7 +49,7 @@ def _curves(report: Report, curve: str, x_label: str) -> ArmCurves | None:
         for arm in report.arms
     }
     drawn = {arm: values for arm, values in curves.items() if any(values)}
-    return ArmCurves(x_label, curve, points, drawn) if drawn else None
+    return ArmCurves(x_label, curve, points, drawn, report.experiment.guides.get(curve)) if drawn else None
 
 
 def write_page(report: Report, folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from monoblock.metrics.format import format_metric
 
 MISSING = "–"
 MAX_COLUMNS = 12  # of the table of a curve
+MAX_DECIMALS = 4  # of a number in the table
+MAX_RANGE = 100  # how much larger than the smallest mean of a column the largest may be, to have as many decimals
 SMOKE_VERDICT: dict[str, Any] = {"verdict": "inconclusive", "reason": "the numbers of a smoke run mean nothing"}
 CORPUS = "data.corpus="
 
@@ -85,14 +88,16 @@ class Report:
     def table(self) -> tuple[list[str], list[list[object]]]:
         """Return the columns and the rows of the main table: mean and deviation of every arm."""
         columns = [name for name in self.experiment.columns if any(self.values(arm, name) for arm in self.arms)]
+        specs = {name: _common_spec([self.values(arm, name) for arm in self.arms]) for name in columns}
         rows: list[list[object]] = [
-            [arm, len(self.by_seed()[arm]), *(self._cell(arm, name) for name in columns)] for arm in self.arms
+            [arm, len(self.by_seed()[arm]), *(self._cell(arm, name, specs[name]) for name in columns)]
+            for arm in self.arms
         ]
         return ["arm", "seeds", *columns], rows
 
-    def _cell(self, arm: str, name: str) -> str:
+    def _cell(self, arm: str, name: str, spec: str | None) -> str:
         diverged = self.count_not_finite(arm, name)
-        return format_mean(name, self.values(arm, name)) + (f" ({diverged} not finite)" if diverged else "")
+        return format_mean(name, self.values(arm, name), spec) + (f" ({diverged} not finite)" if diverged else "")
 
     def points(self, curve: str) -> list[str]:
         """Return the points of a curve that some arm has, by size if they are numbers."""
@@ -187,7 +192,7 @@ class Report:
             for title, columns, rows in report.tables():
                 lines += [f"**{title}**, by {experiment.curves[title]}", ""] if title else []
                 lines += [_row(columns), "|---" * len(columns) + "|", *map(_row, rows), ""]
-            exception = ", except where it says otherwise" if any(rule.is_late for rule in experiment.rules) else ""
+            exception = ", except where it says otherwise" if any(rule.late for rule in experiment.rules) else ""
             lines += [f"Conclusion, by rules fixed before the runs{exception}:", ""]
             lines += [f"- {conclusion.sentence()}" for conclusion in report.conclusions()] + [""]
         lines += [f"![{experiment.name}]({picture})", ""] if picture else []
@@ -236,15 +241,35 @@ def _spread(points: list[str], count: int) -> list[str]:
     return [points[round(place * (len(points) - 1) / (count - 1))] for place in range(count)]
 
 
-def format_mean(name: str, values: Sequence[float]) -> str:
-    """Write the mean, and the standard deviation if there are several values."""
+def format_mean(name: str, values: Sequence[float], spec: str | None = None) -> str:
+    """Write the mean, and the standard deviation if there are several values.
+
+    spec: the format of both, as of `format`; by default it follows from the mean.
+    """
     if not values:
         return MISSING
     mean = statistics.fmean(values)
     if all(isinstance(value, int) for value in values) and len(set(values)) == 1:
         return f"{values[0]:,}"
-    text = format_metric(name, mean, _spec(mean))
-    return text if len(values) == 1 else f"{text} ± {format_metric(name, _deviation(values), _spec(mean))}"
+    spec = _spec(mean) if spec is None else spec
+    text = format_metric(name, mean, spec)
+    return text if len(values) == 1 else f"{text} ± {format_metric(name, _deviation(values), spec)}"
+
+
+def _common_spec(arms: Sequence[Sequence[float]]) -> str | None:
+    """Return one format for a column: so many decimals that the smallest deviation is not written as 0.
+
+    Return None if the means differ too much in size for one number of decimals.
+    """
+    means = [abs(statistics.fmean(values)) for values in arms if values]
+    sizes = [mean for mean in means if mean]
+    if not sizes or max(sizes) >= 1e5 or min(sizes) < 1e-3 or max(sizes) > MAX_RANGE * min(sizes):
+        return None
+    deviations = [deviation for values in arms if values and (deviation := _deviation(values)) > 0]
+    decimals = int(_spec(max(sizes))[1])
+    if deviations:
+        decimals = max(decimals, min(MAX_DECIMALS, math.ceil(-math.log10(min(deviations)))))
+    return f".{decimals}f"
 
 
 def _spec(mean: float) -> str:

@@ -33,7 +33,7 @@ class Result:
     seed: int
     settings: dict[str, Any]  # of `trial_settings`
     machine: str
-    seconds: float  # of the whole trial
+    seconds: float  # of the call that finished the trial
     metrics: Metrics = field(default_factory=dict)
 
     @property

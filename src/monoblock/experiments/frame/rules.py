@@ -42,7 +42,7 @@ class Rule:
     at_most: float | None = None
     is_exact: bool = False  # the number does not vary with the seed, so that one is enough
     condition: Rule | None = None  # a rule that must be confirmed, or this one says nothing
-    is_late: bool = False  # whether it was added when there were results already
+    late: str = ""  # what was added when there were results already: "the rule", "the lower bound", "the condition"
 
     def __post_init__(self) -> None:
         assert self.at_least is not None or self.at_most is not None, "a rule has a bound"
@@ -53,7 +53,7 @@ class Rule:
             words = f"between {self.at_least:g} and {self.at_most:g}"
         else:
             words = f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
-        return f"{self._quantity_in_words()} {words}" + (", added after the first results" if self.is_late else "")
+        return f"{self._quantity_in_words()} {words}" + (f"; {self.late} was added after results" if self.late else "")
 
     def _quantity_in_words(self) -> str:
         mine = _describe(self.metric, self.arm, self.at)

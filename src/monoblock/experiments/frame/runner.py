@@ -264,7 +264,10 @@ def parse_options(cls: type, values: Mapping[str, Any]) -> Any:
             raise ConfigError(
                 f"this experiment has no option {key}=; it has {', '.join(known)}{did_you_mean(key, known)}"
             )
-    return from_dict(cls, dict(values))
+    try:
+        return from_dict(cls, dict(values))
+    except ConfigError as problem:
+        raise ConfigError(str(problem).removeprefix(f"{cls.__name__}.")) from None
 
 
 def parse_arms(words: str, known: Sequence[str]) -> list[str]:

@@ -29,7 +29,7 @@ REMOVED: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def _costs(arm: str, words: str, factor: float, *, is_late: bool = False) -> Rule:
+def _costs(arm: str, words: str, factor: float, *, late: str = "") -> Rule:
     return Rule(
         statement=f"without {words}, perplexity is at least {factor - 1:.0%} higher",
         metric="perplexity",
@@ -37,7 +37,7 @@ def _costs(arm: str, words: str, factor: float, *, is_late: bool = False) -> Rul
         quantity="ratio",
         other="full",
         at_least=factor,
-        is_late=is_late,
+        late=late,
     )
 
 
@@ -68,7 +68,7 @@ EXPERIMENT = Experiment(
         _costs("no-scale", "the scale", 1.02),
         _costs("one-head", "several heads", 1.02),
         _costs("no-warmup", "warm-up", 1.02),
-        _costs("no-positions", "positions", 2.0, is_late=True),
+        _costs("no-positions", "positions", 2.0, late="the rule"),
     ),
     reading="The model is pre-norm with rotary positions. An arm without feed-forward networks has fewer "
     "parameters too. The arm without dropout is here for comparison: with a budget this small it can be better than "

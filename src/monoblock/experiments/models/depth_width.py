@@ -19,7 +19,9 @@ SHAPES = {1: (640, 20), 2: (448, 14), 4: (320, 10), 6: (256, 8), 8: (224, 7), 12
 
 def _arm(depth: int, width: int, heads: int) -> Arm:
     sizes = (f"model.depth={depth}", f"model.width={width}", f"model.heads={heads}", f"model.hidden={4 * width}")
-    return Arm(name=f"{depth}x{width}", about=f"{depth} layers of width {width}", changes=sizes)
+    return Arm(
+        name=f"{depth}x{width}", about=f"{depth} {'layer' if depth == 1 else 'layers'} of width {width}", changes=sizes
+    )
 
 
 EXPERIMENT = Experiment(

@@ -127,7 +127,7 @@ EXPERIMENT = Experiment(
             quantity="ratio",
             other_at="1",
             at_least=5.0,
-            is_late=True,
+            late="the rule",
         ),
         Rule(
             statement="rotary positions without scaling lose more than 10 % at six times the training length",
@@ -164,7 +164,7 @@ EXPERIMENT = Experiment(
             quantity="ratio",
             other_at="1",
             at_most=1.1,
-            is_late=True,
+            late="the rule",
         ),
         Rule(
             statement="at six times the training length, rotary positions are at least 10 % better than sinusoids",
@@ -174,7 +174,7 @@ EXPERIMENT = Experiment(
             quantity="ratio",
             other="sinusoidal",
             at_most=0.9,
-            is_late=True,
+            late="the rule",
         ),
     ),
     reading="A curve that stays level or falls extrapolates. In longer blocks the average token has more context, so "

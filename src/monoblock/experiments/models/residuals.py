@@ -88,6 +88,8 @@ EXPERIMENT = Experiment(
     ),
     curves={"gradient": "layer", "weight_gradient": "layer", "loss_by_step": "step"},
     logarithmic=True,
+    floor=1e-4,
+    guides={"gradient": 0.9},
     rules=(
         Rule(
             statement="without residuals the gradient of the first layer is below a tenth of that with residuals",

@@ -32,11 +32,14 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
             continue
         pipe, recipe, metrics = event
         blocks = sum(tensor.numel() for name, tensor in pipe.model.named_parameters() if name.startswith("decoder."))
-        yield {**metrics, **evaluate_trial(trial, pipe, recipe), "block_parameters": blocks}
+        yield {**evaluate_trial(trial, pipe, recipe), **metrics, "block_parameters": blocks}
 
 
 def summarize(results: SeedResults) -> SeedResults:
-    """Return the row "fit": the exponent and its standard error for every seed that all sizes have."""
+    """Return the row "fit" for every seed that all sizes have: the exponent, its standard error, and a prediction.
+
+    `predicted` is the loss of the largest size by the law of the others, divided by the measured one.
+    """
     sizes = [arm for arm in results if arm != "fit"]
     if len(sizes) < 3:
         return {}
@@ -44,8 +47,9 @@ def summarize(results: SeedResults) -> SeedResults:
     fits: dict[int, dict[str, Any]] = {}
     for seed in sorted(seeds):
         points = [(results[arm][seed]["block_parameters"], results[arm][seed]["loss"]) for arm in sizes]
-        slope, error = fit_line([math.log(x) for x, _ in points], [math.log(y) for _, y in points])
-        fits[seed] = {"exponent": -slope, "exponent_error": error}
+        logs = sorted((math.log(x), math.log(y)) for x, y in points)
+        slope, error = fit_line(*zip(*logs, strict=True))
+        fits[seed] = {"exponent": -slope, "exponent_error": error, "predicted": predict_last(logs)}
     return {"fit": fits} if fits else {}
 
 
@@ -56,6 +60,14 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
     rest = sum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y, strict=True))
     return slope, math.sqrt(rest / max(1, count - 2) / spread)
+
+
+def predict_last(points: Sequence[tuple[float, float]]) -> float:
+    """Return exp(y) of the last point by the line through the others, divided by its own."""
+    *others, (x, y) = points
+    slope, _ = fit_line(*zip(*others, strict=True))
+    mean_x, mean_y = (sum(values) / len(others) for values in zip(*others, strict=True))
+    return math.exp(mean_y + slope * (x - mean_x) - y)
 
 
 def _arm(depth: int, width: int) -> Arm:
@@ -79,9 +91,19 @@ EXPERIMENT = Experiment(
     budget=LANGUAGE_MODEL_BUDGET.replace("2,000", "1,000"),
     data="WikiText-2 by 4,096 subwords, test split",
     columns=(
-        *("loss", "exponent", "exponent_error", "block_parameters", "parameters", "validation_loss", "training_loss"),
+        *(
+            "loss",
+            "exponent",
+            "exponent_error",
+            "predicted",
+            "block_parameters",
+            "parameters",
+            "validation_loss",
+            "training_loss",
+        ),
         "seconds_training",
     ),
+    scatter=("block_parameters", "loss"),
     rules=(
         Rule(
             statement="the loss falls with size: the exponent is at least 0.02",
@@ -90,15 +112,25 @@ EXPERIMENT = Experiment(
             at_least=0.02,
         ),
         Rule(
-            statement="the line fits: the standard error is at most a fifth of the exponent",
+            statement="the exponent is known to a fifth: its standard error is at most 0.2 of it",
             metric="exponent_error",
             arm="fit",
             quantity="ratio",
             other_metric="exponent",
             at_most=0.2,
         ),
+        Rule(
+            statement="the law of the five smaller sizes predicts the loss of the largest to 0.5 %",
+            metric="predicted",
+            arm="fit",
+            at_least=0.995,
+            at_most=1.005,
+            late="the rule",
+        ),
     ),
     reading="The exponent counts the parameters of the blocks, without the embedding. All sizes see the same tokens, a "
-    "few passes over a small corpus, so the exponent is not that of models limited by their size alone (0.076 in "
-    "Kaplan et al. 2020).",
+    "few passes over a small corpus, with one learning rate, so the exponent is not that of models limited by their "
+    "size alone (0.076 in Kaplan et al. 2020). `predicted` is the loss of the largest size by the law of the others, "
+    "divided by the measured one. The training loss is above the others because the splits differ: 2.7 % of the words "
+    "of the training split are <unk>, 5.5 % of the validation and 6.3 % of the test split.",
 )

@@ -37,6 +37,7 @@ EXPERIMENT = Experiment(
     budget="3,000 steps of 256 pairs for every arm",
     data="Multi30k from German to English: validation split for perplexity, test split of 2016 for BLEU",
     columns=("bleu_lowercased", "validation_perplexity", "bleu", "chrf", "training_loss", "seconds_training"),
+    plotted=("bleu_lowercased", "validation_perplexity"),
     rules=(
         Rule(
             statement="label smoothing of 0.1 raises perplexity by at least 1 %",
