@@ -124,7 +124,7 @@ def kernel_calls(monkeypatch):
     def counted(function):
         return lambda *args, **options: calls.append(function.__name__) or function(*args, **options)
 
-    monkeypatch.setattr(inference_modules, "supports_beams", lambda x, size: True)
+    monkeypatch.setattr(inference_modules, "supports_beams", lambda x, size, queries: True)
     monkeypatch.setattr(inference_modules, "attend_beams", counted(reference_beams))
     monkeypatch.setattr(inference_modules, "attend_source", counted(reference_source))
     monkeypatch.setattr(device_search, "supports_segment_maxima", lambda logits: True)

@@ -1,8 +1,8 @@
 """Triton kernels for a step of a beam search on a GPU: attention of the beams, and the best of their logits.
 
-`attend_beams` reads the keys and values of the tokens of each hypothesis only; with a mask, every beam would read those
-of all beams (see nn/kv_cache/beam_cache.py). `segment_maxima` reads the logits once, where a softmax and the search for
-the best tokens would read and write them several times.
+`attend_beams` and `attend_source` read every key and value once for all beams of a search, whose queries are the rows
+of one tile, and need no matrix of what each beam sees (see nn/kv_cache/beam_cache.py). `segment_maxima` reads the
+logits once, where a softmax and the search for the best tokens would read and write them several times.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from monoblock.kernels.gpu import is_available, launch_options
 
-MAX_SIZE = 256  # of a head
-COLUMNS, WARPS = 32, 1  # keys that a program reads at a time; one warp needs no barriers
+HEAD_SIZES = (16, 32, 64, 128, 256)
+MAX_QUERIES = 64  # of a program: the beams of a search, with all heads that share a head of keys
+COLUMNS, WARPS = 64, 4  # keys that a program reads at a time
 SEGMENTS, SEGMENT_WARPS = 16, 4  # segments that a program reads at a time
 
 
@@ -27,10 +28,10 @@ def _triton_kernels() -> Any:
     return triton_beams
 
 
-def supports_beams(x: Tensor, size: int) -> bool:
-    """Return whether there are kernels for attention of x with heads of `size` features."""
-    is_size = size <= MAX_SIZE and size & (size - 1) == 0
-    return is_size and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and is_available()
+def supports_beams(x: Tensor, size: int, queries: int) -> bool:
+    """Return whether there are kernels for attention of x with heads of `size` features and so many queries."""
+    is_dtype = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return size in HEAD_SIZES and queries <= MAX_QUERIES and is_dtype and x.is_cuda and is_available()
 
 
 def attend_beams(
@@ -51,13 +52,13 @@ def attend_beams(
     is the beam that wrote the token of each hypothesis at each position, n or more if there is none, and lengths (S,)
     counts the positions before the new one. The output is (S, n, H K), the heads next to each other.
     """
-    S, H, n, K = q.shape
+    (S, H, n, K), G = q.shape, keys.shape[1]
     out = torch.empty(S, n, H * K, dtype=q.dtype, device=q.device)
-    _triton_kernels().attend_beams_kernel[(S * H * n,)](
+    _triton_kernels().attend_beams_kernel[(S * G,)](
         q, k, v, keys, values, writers, lengths, out, K**-0.5 if scale is None else scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        *writers.stride()[:2], H, n,
-        HEADS=H // keys.shape[1], K=K, BLOCK=_columns(K), num_warps=WARPS, **launch_options(),
+        *writers.stride()[:2], G, n,
+        HEADS=H // G, ROWS=_pad(H // G * n), NEW=_pad(n), K=K, **_tile(q),
     )  # fmt: skip
     return out
 
@@ -68,20 +69,28 @@ def attend_source(q: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None,
     q (B, H, T, K), keys and values (B, G, columns, K), valid (B, columns). The output is (B, T, H K), and 0 for a row
     without a valid key.
     """
-    B, H, T, K = q.shape
+    (B, H, T, K), G = q.shape, keys.shape[1]
     out = torch.empty(B, T, H * K, dtype=q.dtype, device=q.device)
     valid_row = 0 if valid is None or valid.shape[0] == 1 else valid.stride(0)
-    _triton_kernels().attend_source_kernel[(B * H * T,)](
+    _triton_kernels().attend_source_kernel[(B * G,)](
         q, keys, values, q if valid is None else valid, out, K**-0.5 if scale is None else scale,
-        *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], valid_row, H, T, keys.shape[2],
-        HEADS=H // keys.shape[1], K=K, HAS_VALID=valid is not None, BLOCK=_columns(K), num_warps=WARPS,
-        **launch_options(),
+        *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], valid_row, G, T, keys.shape[2],
+        HEADS=H // G, ROWS=_pad(H // G * T), K=K, HAS_VALID=valid is not None, **_tile(q),
     )  # fmt: skip
     return out
 
 
-def _columns(size: int) -> int:
-    return max(8, COLUMNS * 64 // max(size, 64))
+def _pad(count: int) -> int:
+    """Return the next power of two: tensor cores multiply at least 16 rows."""
+    return max(16, 1 << (count - 1).bit_length())
+
+
+def _tile(q: Tensor) -> dict[str, Any]:
+    """Return how many keys are read at a time, and how products are rounded: those of fp32 are not."""
+    is_fp32, size = q.dtype == torch.float32, q.shape[-1]
+    columns = max(16, COLUMNS * 64 // max(size, 64) // (2 if is_fp32 else 1))
+    precision = "ieee" if is_fp32 else "tf32"
+    return {"BLOCK": columns, "PRECISION": precision, "num_warps": WARPS, **launch_options()}
 
 
 def supports_segment_maxima(logits: Tensor) -> bool:

@@ -11,93 +11,119 @@ from monoblock.kernels.triton import launch_next, wait_for_previous
 
 
 @triton.jit
+def load_tile(pointer, rows, row_stride, mask, K: tl.constexpr) -> Any:
+    """Load vectors of K features, one for each of `rows`; those that the mask leaves out are 0."""
+    return tl.load(pointer + rows[:, None] * row_stride + tl.arange(0, K)[None, :], mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def add_keys(query, key, value, visible, scale, largest, total, accumulator, PRECISION: tl.constexpr) -> Any:
+    """Add the keys and values of one block to the running softmax of all queries (ROWS, K)."""
+    score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    score = tl.where(visible, score, -float("inf"))
+    new_largest = tl.maximum(largest, tl.max(score, 1))
+    offset = tl.where(new_largest == -float("inf"), 0.0, new_largest)  # of a query that has not seen a key yet
+    rescale, weights = tl.exp(largest - offset), tl.exp(score - offset[:, None])
+    total = total * rescale + tl.sum(weights, 1)
+    product = tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+    return new_largest, total, accumulator * rescale[:, None] + product
+
+
+@triton.jit
 def attend_beams_kernel(
     q, k, v, keys, values, writers, lengths, out, scale,
     q_row, q_head, q_beam, k_row, k_head, k_beam, v_row, v_head, v_beam,
     keys_row, keys_head, keys_column, values_row, values_head, values_column, writers_row, writers_beam,
-    H, beams,
-    HEADS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    G, beams,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Each program attends from one head of one beam to the tokens of its hypothesis, and adds the new token.
+    """Each program attends from all beams of a search, with the heads that share its head of keys, to all their tokens.
 
-    HEADS query heads share a head of keys, to which the first of them adds the token. Only this beam sees the new token
-    in this step, so no program reads what another one writes.
+    The queries are the rows of one tile for the tensor cores: of each of the HEADS heads, all beams. The program first
+    adds the new tokens, each of which is seen by its own beam only.
     """
     launch_next(PDL)
-    beam, head = tl.program_id(0) % beams, tl.program_id(0) // beams % H
-    row = (tl.program_id(0) // (beams * H)).to(tl.int64)
-    group = head // HEADS
-    index = tl.arange(0, K)
+    row, group = (tl.program_id(0) // G).to(tl.int64), tl.program_id(0) % G
+    index = tl.arange(0, ROWS)
+    is_query = index < HEADS * beams
+    beam, head = tl.where(is_query, index % beams, 0), group * HEADS + index // beams
     wait_for_previous(PDL)
     keys += row * keys_row + group * keys_head
     values += row * values_row + group * values_head
-    writers += row * writers_row + beam * writers_beam
     length = tl.load(lengths + row)
-    query = tl.load(q + row * q_row + head * q_head + beam * q_beam + index).to(tl.float32) * scale
-    new_key = tl.load(k + row * k_row + group * k_head + beam * k_beam + index)
-    new_value = tl.load(v + row * v_row + group * v_head + beam * v_beam + index)
-    if head % HEADS == 0:
-        slot = length * beams + beam
-        tl.store(keys + slot * keys_column + index, new_key)
-        tl.store(values + slot * values_column + index, new_value)
-    largest = tl.sum(query * new_key.to(tl.float32), 0)
-    total = 1.0
-    accumulator = new_value.to(tl.float32)
-    for start in range(0, length, BLOCK):
-        position = start + tl.arange(0, BLOCK)
-        writer = tl.load(writers + position, mask=position < length, other=255).to(tl.int64)
-        visible = writer < beams
-        slots = (position * beams + writer)[:, None]
-        key = tl.load(keys + slots * keys_column + index[None, :], mask=visible[:, None], other=0.0).to(tl.float32)
-        value = tl.load(values + slots * values_column + index[None, :], mask=visible[:, None], other=0.0)
-        score = tl.where(visible, tl.sum(key * query[None, :], 1), -float("inf"))
-        new_largest = tl.maximum(largest, tl.max(score, 0))
-        rescale, weights = tl.exp(largest - new_largest), tl.exp(score - new_largest)
-        total = total * rescale + tl.sum(weights, 0)
-        accumulator = accumulator * rescale + tl.sum(weights[:, None] * value.to(tl.float32), 0)
-        largest = new_largest
-    result = (accumulator / total).to(out.dtype.element_ty)
-    tl.store(out + ((row * beams + beam) * H + head) * K + index, result)
+    q_rows = tl.where(is_query, head * q_head + beam * q_beam, 0)
+    query = load_tile(q + row * q_row, q_rows, 1, is_query, K)
+
+    new = tl.arange(0, NEW)
+    is_new, features = new < beams, tl.arange(0, K)[None, :]
+    new_key = load_tile(k + row * k_row + group * k_head, new, k_beam, is_new, K)
+    new_value = load_tile(v + row * v_row + group * v_head, new, v_beam, is_new, K)
+    slots = (length * beams + new)[:, None]
+    tl.store(keys + slots * keys_column + features, new_key, mask=is_new[:, None])
+    tl.store(values + slots * values_column + features, new_value, mask=is_new[:, None])
+    largest = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    accumulator = tl.zeros((ROWS, K), tl.float32)
+    own = beam[:, None] == new[None, :]
+    largest, total, accumulator = add_keys(
+        query, new_key, new_value, own, scale, largest, total, accumulator, PRECISION
+    )
+
+    writers += row * writers_row + beam[:, None] * writers_beam
+    for start in range(0, length * beams, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        is_old = slot < length * beams
+        key = load_tile(keys, slot, keys_column, is_old, K)
+        value = load_tile(values, slot, values_column, is_old, K)
+        writer = tl.load(writers + (slot // beams)[None, :], mask=is_old[None, :], other=255)
+        visible = writer.to(tl.int32) == (slot % beams).to(tl.int32)[None, :]
+        largest, total, accumulator = add_keys(
+            query, key, value, visible, scale, largest, total, accumulator, PRECISION
+        )
+    result = (accumulator / total[:, None]).to(out.dtype.element_ty)
+    to = ((row * beams + beam) * (G * HEADS) + head)[:, None] * K + features
+    tl.store(out + to, result, mask=is_query[:, None])
 
 
 @triton.jit
 def attend_source_kernel(
     q, keys, values, valid, out, scale,
     q_row, q_head, q_query, keys_row, keys_head, keys_column, values_row, values_head, values_column, valid_row,
-    H, queries, columns,
-    HEADS: tl.constexpr, K: tl.constexpr, HAS_VALID: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    G, queries, columns,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, HAS_VALID: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Each program attends from one head of one query to all columns of its row that are valid.
+    """Each program attends from all queries of a row, with the heads that share its head of keys, to all valid columns.
 
     A query without a valid column gets 0.
     """
     launch_next(PDL)
-    query_index, head = tl.program_id(0) % queries, tl.program_id(0) // queries % H
-    row = (tl.program_id(0) // (queries * H)).to(tl.int64)
-    group = head // HEADS
-    index = tl.arange(0, K)
+    row, group = (tl.program_id(0) // G).to(tl.int64), tl.program_id(0) % G
+    index = tl.arange(0, ROWS)
+    is_query = index < HEADS * queries
+    number, head = tl.where(is_query, index % queries, 0), group * HEADS + index // queries
     wait_for_previous(PDL)
     keys += row * keys_row + group * keys_head
     values += row * values_row + group * values_head
-    query = tl.load(q + row * q_row + head * q_head + query_index * q_query + index).to(tl.float32) * scale
-    largest, total = -float("inf"), 0.0
-    accumulator = tl.zeros((K,), tl.float32)
+    q_rows = tl.where(is_query, head * q_head + number * q_query, 0)
+    query = load_tile(q + row * q_row, q_rows, 1, is_query, K)
+    largest = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    accumulator = tl.zeros((ROWS, K), tl.float32)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         visible = column < columns
         if HAS_VALID:
             visible &= tl.load(valid + row * valid_row + column, mask=visible, other=0) != 0
-        key = tl.load(keys + column[:, None] * keys_column + index[None, :], mask=visible[:, None], other=0.0)
-        value = tl.load(values + column[:, None] * values_column + index[None, :], mask=visible[:, None], other=0.0)
-        score = tl.where(visible, tl.sum(key.to(tl.float32) * query[None, :], 1), -float("inf"))
-        new_largest = tl.maximum(largest, tl.max(score, 0))
-        offset = tl.where(new_largest == -float("inf"), 0.0, new_largest)
-        rescale, weights = tl.exp(largest - offset), tl.exp(score - offset)
-        total = total * rescale + tl.sum(weights, 0)
-        accumulator = accumulator * rescale + tl.sum(weights[:, None] * value.to(tl.float32), 0)
-        largest = new_largest
-    result = (accumulator / tl.where(total == 0.0, 1.0, total)).to(out.dtype.element_ty)
-    tl.store(out + ((row * queries + query_index) * H + head) * K + index, result)
+        key = load_tile(keys, column, keys_column, visible, K)
+        value = load_tile(values, column, values_column, visible, K)
+        largest, total, accumulator = add_keys(
+            query, key, value, visible[None, :], scale, largest, total, accumulator, PRECISION
+        )
+    result = (accumulator / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty)
+    to = ((row * queries + number) * (G * HEADS) + head)[:, None] * K + tl.arange(0, K)[None, :]
+    tl.store(out + to, result, mask=is_query[:, None])
 
 
 @triton.jit

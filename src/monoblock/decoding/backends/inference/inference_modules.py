@@ -28,7 +28,7 @@ from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.heads import Head
-from monoblock.nn.kv_cache.beam_cache import MAX_BEAMS, SAME_HYPOTHESIS
+from monoblock.nn.kv_cache.beam_cache import SAME_HYPOTHESIS
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
 from monoblock.nn.linear import can_join
@@ -225,13 +225,13 @@ class InferenceAttention(Attention):
         if layer_cache is None or layer_cache.keys is None or layer_cache.values is None:
             return False
         resolved, is_cross = context.resolved_mask, isinstance(layer_cache, CrossAttentionCache)
-        if resolved.matrix is not None or (context.beams is None) != is_cross or not 1 < x.shape[1] <= MAX_BEAMS:
+        if resolved.matrix is not None or (context.beams is None) != is_cross or x.shape[1] == 1:
             return False
         names = {term.name for term in resolved.mask.terms}
         is_simple = not names if is_cross else names <= {"causal", SAME_HYPOTHESIS} and resolved.k.valid is None
-        (rows, _, _, size), value_size = layer_cache.keys.shape, layer_cache.values.shape[-1]
+        (rows, groups, _, size), value_size = layer_cache.keys.shape, layer_cache.values.shape[-1]
         is_simple = is_simple and rows == x.shape[0] and size == value_size and self._is_plain(context)
-        return is_simple and supports_beams(x, size)
+        return is_simple and supports_beams(x, size, x.shape[1] * self.config.heads // groups)
 
     def _attend_beams(
         self, x: Tensor, context: AttentionContext, layer_cache: LayerCache | CrossAttentionCache | None
