@@ -45,7 +45,7 @@ from monoblock.decoding.backends.prepared_model import prepare, release
 from monoblock.decoding.batch_rows import default_max_rows
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
-from monoblock.kernels.gpu_beams import attend_beams, attend_source, segment_maxima
+from monoblock.kernels.gpu_beams import attend_beams, attend_source, best_tokens
 from monoblock.nn.attention import attend
 from monoblock.recipes.parse import read_toml
 from monoblock.runs.evaluate import evaluate
@@ -102,11 +102,12 @@ def check_kernels() -> None:
             out = attend_source(q, keys[:, :, :slots], values[:, :, :slots], valid, scale=None)
             visible = valid[:, None, None].expand(S, 1, n, slots)
             check_attention("source", out, (q, keys[:, :, :slots], values[:, :, :slots], visible), tolerance)
-        logits = 4 * torch.randn(40, 5, 8007, device="cuda").to(dtype)
-        maxima, log_sums = segment_maxima(logits, 128)
-        assert (log_sums.double() - logits.double().logsumexp(-1)).abs().max() < 1e-5
-        assert torch.equal(maxima[..., :-1], logits[..., : 8007 // 128 * 128].unflatten(-1, (-1, 128)).amax(-1).float())
-        assert torch.equal(maxima[..., -1], logits[..., 8007 // 128 * 128 :].amax(-1).float())
+        logits = 4 * torch.randn(40, BEAMS, 8007, device="cuda").to(dtype)
+        scores = -9 * torch.rand(40, BEAMS, device="cuda", dtype=torch.double)
+        totals = (logits.double().log_softmax(-1) + scores[..., None]).flatten(1)
+        found, beams, tokens = best_tokens(logits, scores, 2 * BEAMS)
+        assert (found - totals.topk(2 * BEAMS).values).abs().max() < 1e-4
+        assert (found - totals.gather(1, beams * 8007 + tokens)).abs().max() < 1e-4
     print("ok kernels", flush=True)
 
 

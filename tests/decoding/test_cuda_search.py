@@ -111,9 +111,11 @@ def reference_source(q, keys, values, valid, *, scale):
     return attend(q, keys, values, mask, scale=scale).transpose(1, 2).flatten(2)
 
 
-def reference_maxima(logits, size):
-    padded = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % size), value=-torch.inf)
-    return padded.unflatten(-1, (-1, size)).amax(-1), logits.logsumexp(-1)
+def reference_tokens(logits, scores, count):
+    """What `best_tokens` computes, by sorting all continuations."""
+    totals = (logits.log_softmax(-1) + scores.float()[..., None]).flatten(1)
+    values, indices = (found[:, :count] for found in totals.sort(dim=-1, descending=True, stable=True))
+    return values.double(), indices // logits.shape[-1], indices % logits.shape[-1]
 
 
 @pytest.fixture
@@ -127,9 +129,8 @@ def kernel_calls(monkeypatch):
     monkeypatch.setattr(inference_modules, "supports_beams", lambda x, size, queries: True)
     monkeypatch.setattr(inference_modules, "attend_beams", counted(reference_beams))
     monkeypatch.setattr(inference_modules, "attend_source", counted(reference_source))
-    monkeypatch.setattr(device_search, "supports_segment_maxima", lambda logits: True)
-    monkeypatch.setattr(device_search, "segment_maxima", counted(reference_maxima))
-    monkeypatch.setattr(device_search, "SEGMENT", 4)
+    monkeypatch.setattr(device_search, "supports_best_tokens", lambda logits, count: True)
+    monkeypatch.setattr(device_search, "best_tokens", counted(reference_tokens))
     return calls
 
 
@@ -145,7 +146,7 @@ def test_with_the_kernels_texts_and_scores_are_the_same(name, kernel_calls):
     model = tiny_model(name)
     expected = search(plain_engine(model))
     assert_same(search(make_engine(model)), expected)
-    assert "reference_maxima" in kernel_calls
+    assert "reference_tokens" in kernel_calls
     assert ("reference_beams" in kernel_calls) == (name in WITH_BEAM_KERNEL)
     assert ("reference_source" in kernel_calls) == (name in WITH_SOURCE_KERNEL)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from monoblock.decoding import beam
-from monoblock.decoding.backends.search.device_search import SEGMENT, DeviceSearch, SearchShape, best_continuations
+from monoblock.decoding.backends.search.device_search import DeviceSearch, SearchShape, best_continuations
 from monoblock.decoding.beam import BeamSearch
 from monoblock.decoding.settings import Settings
 
@@ -104,14 +104,9 @@ def test_fewer_hypotheses_than_beams_and_a_single_new_token():
 @pytest.mark.parametrize("vocab", [5, 40, 128, 640, 1013, 5000])
 def test_continuations_are_those_of_a_plain_topk(vocab):
     generator = torch.Generator().manual_seed(vocab)
-    logits, scores = random_logits(7, 4, vocab, generator), -torch.rand(7, 4, generator=generator)
-    log_probs = logits.log_softmax(-1)
+    log_probs = random_logits(7, 4, vocab, generator).log_softmax(-1)
+    scores = -torch.rand(7, 4, generator=generator)
     best = best_continuations(log_probs, scores, 12)
     top = (log_probs + scores[..., None]).flatten(1).topk(12)
     assert torch.equal(best.scores, top.values.double())
     assert torch.equal(best.beams * vocab + best.tokens, top.indices)
-    padded = torch.nn.functional.pad(logits, (0, -vocab % SEGMENT), value=-torch.inf)
-    maxima = padded.unflatten(-1, (-1, SEGMENT)).amax(-1)
-    with_logits = best_continuations(logits, scores - logits.logsumexp(-1), 12, maxima)
-    assert torch.equal(with_logits.beams * vocab + with_logits.tokens, top.indices)
-    torch.testing.assert_close(with_logits.scores, best.scores, atol=1e-5, rtol=1e-6)

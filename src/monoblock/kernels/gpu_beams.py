@@ -1,7 +1,7 @@
 """Triton kernels for a step of a beam search on a GPU: attention of the beams, and the best of their logits.
 
 `attend_beams` and `attend_source` read every key and value once for all beams of a search, whose queries are the rows
-of one tile, and need no matrix of what each beam sees (see nn/kv_cache/beam_cache.py). `segment_maxima` reads the
+of one tile, and need no matrix of what each beam sees (see nn/kv_cache/beam_cache.py). `best_tokens` reads the
 logits once, where a softmax and the search for the best tokens would read and write them several times.
 """
 
@@ -18,7 +18,9 @@ from monoblock.kernels.gpu import is_available, launch_options
 HEAD_SIZES = (16, 32, 64, 128, 256)
 MAX_QUERIES = 64  # of a program: the beams of a search, with all heads that share a head of keys
 COLUMNS, WARPS = 64, 4  # keys that a program reads at a time
+SEGMENT = 128  # logits of which only the maximum is compared at first
 SEGMENTS, SEGMENT_WARPS = 16, 4  # segments that a program reads at a time
+MAX_SEGMENTS, MAX_COUNT = 16_384, 64  # of one search in `best_tokens`
 
 
 @functools.cache
@@ -93,12 +95,34 @@ def _tile(q: Tensor) -> dict[str, Any]:
     return {"BLOCK": columns, "PRECISION": precision, "num_warps": WARPS, **launch_options()}
 
 
-def supports_segment_maxima(logits: Tensor) -> bool:
-    is_row = logits.stride(-1) == 1 and all(
-        logits.stride(dim) == logits.stride(dim + 1) * logits.shape[dim + 1] for dim in range(logits.dim() - 2)
-    )
+def supports_best_tokens(logits: Tensor, count: int) -> bool:
+    """Return whether there are kernels for the `count` best of these logits (searches, beams, V)."""
+    is_dense = logits.stride(-1) == 1 and logits.stride(0) == logits.stride(1) * logits.shape[1]
     is_dtype = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return is_row and is_dtype and logits.is_cuda and is_available()
+    segments = logits.shape[1] * -(-logits.shape[2] // SEGMENT)
+    fits = 2 * count <= segments <= MAX_SEGMENTS and count <= MAX_COUNT
+    return fits and is_dense and is_dtype and logits.is_cuda and is_available()
+
+
+def best_tokens(logits: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best continuations of each search by one token, best first: scores (fp64), beams and tokens.
+
+    logits: (searches, beams, V).
+    scores: (searches, beams) in fp64, the sum of log-probabilities of each beam so far.
+    A continuation has the score of its beam plus the log-probability of its token, computed in fp32. The logits are
+    read once; then only those SEGMENT successive logits are searched whose maxima are among the best.
+    """
+    S, n, V = logits.shape
+    maxima, log_sums = segment_maxima(logits, SEGMENT)
+    segments = maxima.shape[-1]
+    found = torch.empty(S, count, dtype=torch.double, device=logits.device)
+    beams, tokens = (torch.empty(S, count, dtype=torch.long, device=logits.device) for _ in range(2))
+    _triton_kernels().best_tokens_kernel[(S,)](
+        logits, maxima, log_sums, scores, found, beams, tokens, logits.stride(1), V, segments, SEGMENT, n, count,
+        SEGMENTS=1 << (n * segments - 1).bit_length(), COUNT=1 << (count - 1).bit_length(), COLUMNS=SEGMENT,
+        num_warps=4 if n * segments <= 2048 else 8, **launch_options(),
+    )  # fmt: skip
+    return found, beams, tokens
 
 
 def segment_maxima(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:

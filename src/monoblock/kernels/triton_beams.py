@@ -150,3 +150,52 @@ def segment_maxima_kernel(
         total = total * tl.exp(largest - new_largest) + tl.sum(tl.sum(tl.exp(x - new_largest), 1), 0)
         largest = new_largest
     tl.store(log_sums + row, largest + tl.log(total))
+
+
+@triton.jit
+def best_tokens_kernel(
+    logits, maxima, log_sums, scores, best_scores, best_beams, best_tokens,
+    beam_stride, V, segments, size, beams, count,
+    SEGMENTS: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Each program finds the `count` best continuations of one search: first the best segments, then the best in them.
+
+    Of equal sums the first wins. A sum that is not a number counts as the largest, so that it is not overlooked.
+    """
+    launch_next(PDL)
+    search = tl.program_id(0).to(tl.int64)
+    wait_for_previous(PDL)
+    logits += search * beams * beam_stride
+    maxima += search * beams * segments
+    log_sums += search * beams
+    scores += search * beams
+    place = tl.arange(0, SEGMENTS)
+    inside = place < beams * segments
+    beam = place // segments
+    sums = tl.load(maxima + place, mask=inside, other=0.0) + tl.load(scores + beam, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    sums -= tl.load(log_sums + beam, mask=inside, other=0.0)
+    sums = tl.where(inside, tl.where(sums != sums, float("inf"), sums), -float("inf"))
+    order = tl.arange(0, COUNT)
+    chosen = tl.zeros((COUNT,), tl.int32)
+    for number in range(count):
+        first = tl.argmax(sums, 0)
+        chosen = tl.where(order == number, first, chosen)
+        sums = tl.where(place == first, -float("inf"), sums)
+
+    beam = chosen // segments
+    token = (chosen % segments)[:, None] * size + tl.arange(0, COLUMNS)[None, :]
+    inside = (order < count)[:, None] & (tl.arange(0, COLUMNS) < size)[None, :] & (token < V)
+    added = tl.load(scores + beam).to(tl.float32) - tl.load(log_sums + beam)
+    x = tl.load(logits + beam[:, None] * beam_stride + token, mask=inside, other=0.0).to(tl.float32) + added[:, None]
+    x = tl.where(inside, tl.where(x != x, float("inf"), x), -float("inf"))
+    index = beam[:, None] * V + token
+    for number in range(count):
+        largest = tl.max(tl.max(x, 1), 0)
+        found = tl.min(tl.min(tl.where((x == largest) & inside, index, 2147483647), 1), 0)
+        to = search * count + number
+        tl.store(best_scores + to, tl.where(largest == float("inf"), float("nan"), largest).to(tl.float64))
+        tl.store(best_beams + to, (found // V).to(tl.int64))
+        tl.store(best_tokens + to, (found % V).to(tl.int64))
+        x = tl.where(index == found, -float("inf"), x)

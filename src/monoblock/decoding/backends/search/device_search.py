@@ -17,9 +17,9 @@ from torch import Tensor
 
 from monoblock.decoding.beam import BLOCKED_SCORE, BeamHypothesis, BeamSearch
 from monoblock.decoding.settings import Settings
-from monoblock.kernels.gpu_beams import segment_maxima, supports_segment_maxima
+from monoblock.kernels.gpu_beams import best_tokens, supports_best_tokens
 
-SEGMENT = 128  # values of which only the maximum is compared at first
+SEGMENT_SIZES = range(128, 31, -1)  # number of values of which only the maximum is compared at first
 
 
 class SearchShape(NamedTuple):
@@ -124,17 +124,16 @@ class DeviceSearch:
         self.done.logical_or_(is_last | self._can_stop())
 
     def _best_continuations(self, logits: Tensor) -> Continuations:
-        scores, count = self.scores.float(), self.shape.candidates
-        if not self.shape.is_constrained and supports_segment_maxima(logits):
-            maxima, log_sums = segment_maxima(logits, SEGMENT)
-            return best_continuations(logits, scores - log_sums, count, maxima)
+        count = self.shape.candidates
+        if not self.shape.is_constrained and supports_best_tokens(logits, count):
+            return Continuations(*best_tokens(logits, self.scores, count))
         log_probs = logits.log_softmax(-1, dtype=torch.float32)
         if self.shape.is_constrained:
             is_first, is_early = self.lengths == 0, self.lengths < self.min_new_tokens
             ruled_out = self.suppressed | (is_first[:, None] & self.suppressed_first)
             ruled_out = ruled_out | (is_early[:, None] & self.is_end)
             log_probs = log_probs.masked_fill(ruled_out[:, None], -math.inf)
-        return best_continuations(log_probs, scores, count)
+        return best_continuations(log_probs, self.scores.float(), count)
 
     def _collect_finished(self, best: Continuations, ends: Tensor) -> None:
         """Add the continuations that end, if they are among the best n, to the finished hypotheses."""
@@ -187,35 +186,33 @@ class DeviceSearch:
             group.is_done = group.is_done or done
 
 
-def best_continuations(values: Tensor, scores: Tensor, count: int, maxima: Tensor | None = None) -> Continuations:
-    """Return the `count` best continuations of each search, by the sum of value and score in fp32.
+def best_continuations(log_probs: Tensor, scores: Tensor, count: int) -> Continuations:
+    """Return the `count` best continuations of each search, by the sum of log-probabilities in fp32.
 
-    values: (searches, beams, V), the log-probabilities of the tokens, or their logits.
-    scores: (searches, beams), what is added to the values of each beam: the sum of log-probabilities so far or, with
-    logits, this sum minus log Σ exp(logit).
-    maxima: (searches, beams, segments), the largest of every SEGMENT values, if they are known.
-    Only the `count` segments with the largest maxima are searched, since a `topk` of all values takes several passes
-    over them.
+    log_probs: (searches, beams, V).
+    scores: (searches, beams), the sum of log-probabilities of each beam so far.
+    Each row of log-probabilities is divided into segments, and only the `count` segments with the largest maxima are
+    searched, since a `topk` of all values takes several passes over them.
     """
-    (S, n, V), device = values.shape, values.device
-    count, segments = min(count, n * V), -(-V // SEGMENT)
-    if n * segments <= 2 * count:
-        top = (values.float() + scores[..., None]).flatten(1).topk(count)
-        return Continuations(top.values.double(), top.indices // V, top.indices % V)
-    if maxima is None:
-        padded = F.pad(values, (0, -V % SEGMENT), value=-math.inf) if V % SEGMENT else values
-        maxima = padded.unflatten(-1, (segments, SEGMENT)).amax(-1).float()
-    selected = (maxima + scores[..., None]).flatten(1).topk(count).indices.sort(-1).values  # of equals, the first wins
-    beams = selected // segments
-    tokens = (selected % segments * SEGMENT)[..., None] + torch.arange(SEGMENT, device=device)  # (S, count, SEGMENT)
-    rows = torch.arange(S, device=device)[:, None, None]
-    found = values[rows, beams[..., None], tokens.clamp(max=V - 1)].float() + scores.gather(1, beams)[..., None]
-    top = found.masked_fill(tokens >= V, -math.inf).flatten(1).topk(count)
-    return Continuations(
-        top.values.double(),
-        beams.gather(1, top.indices // SEGMENT),
-        tokens.flatten(1).gather(1, top.indices).clamp(max=V - 1),  # beyond V only if too few tokens are allowed
-    )
+    S, n, V = log_probs.shape
+    count = min(count, n * V)
+    size = next((size for size in SEGMENT_SIZES if V % size == 0), None)
+    if size is None and 64 * count <= V:
+        size = 64
+        log_probs = F.pad(log_probs, (0, -V % size), value=-math.inf)
+    width = log_probs.shape[-1]
+    if size is None or n * width // size <= 2 * count:
+        top = (log_probs + scores[..., None]).flatten(1).topk(count)
+        return Continuations(top.values.double(), top.indices // width, top.indices % width)
+    segments = log_probs.reshape(S, n * width // size, size)
+    maxima = segments.amax(-1).view(S, n, -1) + scores[..., None]
+    selected = maxima.flatten(1).topk(count).indices.sort(-1).values  # of equal values, the first wins
+    origins = selected * size // width
+    totals = segments.gather(1, selected[..., None].expand(-1, -1, size)) + scores.gather(1, origins)[..., None]
+    top = totals.flatten(1).topk(count)
+    index = selected.gather(1, top.indices // size) * size + top.indices % size
+    # A padding token can only be among the best if too few tokens are allowed.
+    return Continuations(top.values.double(), index // width, (index % width).clamp(max=V - 1))
 
 
 def _select_beams(tokens: Tensor, beams: Tensor) -> Tensor:
