@@ -217,6 +217,28 @@ def test_the_kernel_for_variable_lengths_gives_the_same(name, kernel_calls):
     assert_near(packed, run_padded(model))
 
 
+@torch.library.custom_op("monoblock_tests::varlen", mutates_args=())
+def opaque_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int,
+    is_causal: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    return reference_kernel(q, k, v, cu_q, cu_k, max_q, max_k, is_causal, None)
+
+
+@opaque_kernel.register_fake
+def _(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False):
+    return torch.empty_like(q)
+
+
+def test_with_the_kernel_a_model_compiles_to_one_graph(kernel_calls, monkeypatch):
+    """It did not with torch 2.11, which cannot trace bool(tuple)."""
+    model = model_of("vaswani-base", torch.float32)
+    monkeypatch.setattr(attend_packed, "_KERNEL", (opaque_kernel, frozenset({"is_causal"})))
+    expected = run_packed(model, as_tensor=False)
+    monkeypatch.setattr(model, "forward", torch.compile(model.forward, backend="eager", fullgraph=True))
+    assert_near(run_packed(model, as_tensor=False), expected)
+
+
 @pytest.mark.parametrize("name", ["t5-small", "gemma2-2b", "bloom-560m", "sparse encoder", "linear attention"])
 def test_what_the_kernel_cannot_compute_is_computed_otherwise(name, kernel_calls):
     """A bias, a soft cap of the scores, a window; of the encoder-decoder only cross-attention has no bias."""
