@@ -291,6 +291,21 @@ def test_numbers_have_the_digits_of_their_size():
     assert format_mean("loss", []) == "–"
 
 
+def table_of(*arms):
+    """The cells of the column loss for arms with these losses by seed."""
+    results = [
+        support.make_result(name, seed, {"loss": loss})
+        for name, losses in zip(("old", "new"), arms, strict=True)
+        for seed, loss in enumerate(losses)
+    ]
+    return [row[2] for row in Report(EXPERIMENT, tuple(results)).table()[1]]
+
+
+def test_a_column_has_the_decimals_that_its_smallest_deviation_needs():
+    assert table_of([5.1, 5.3], [5.2, 5.202]) == ["5.200 ± 0.141", "5.201 ± 0.001"]
+    assert table_of([5.1, 5.3], [52000.0, 52002.0]) == ["5.20 ± 0.14", "52001 ± 1"], "the sizes differ too much"
+
+
 # -- pages ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Jobs of an experiment run after their dependencies, in one process or several; one that fails stops no other."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -71,3 +72,20 @@ def test_messages_of_other_processes_arrive_while_their_jobs_run(tmp_path):
     assert next(messages) == "waiting"
     go_on.touch()
     assert list(messages) == []
+
+
+def write_late(folder, name):
+    yield "started"
+    time.sleep(15)
+    (folder / name).write_text(name)
+
+
+def test_jobs_that_run_are_not_waited_for_after_an_interrupt(tmp_path):
+    messages = run_jobs([Job(name, write_late, (tmp_path, name)) for name in ("one", "two")], 2)
+    assert next(messages) == "started"
+    with pytest.raises(KeyboardInterrupt):
+        messages.throw(KeyboardInterrupt)
+    assert not list(tmp_path.iterdir()), "a job went on to its end"
+    for process in multiprocessing.active_children():
+        process.join(10)
+        assert not process.is_alive()

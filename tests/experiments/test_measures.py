@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from monoblock.config.families import gpt, vaswani
+from monoblock.errors import ConfigError
 from monoblock.experiments.costs.kv_cache import cache_bytes, count_positions
 from monoblock.experiments.costs.scale import jacobian_norm
+from monoblock.experiments.costs.sparse import Options as SparseOptions
 from monoblock.experiments.costs.time_and_memory import saved_bytes
 from monoblock.experiments.frame.training import training_metrics
 from monoblock.experiments.models.gradients import initial_norms
 from monoblock.experiments.models.norms import neighbour_change
-from monoblock.experiments.models.scaling_law import fit_line, summarize
+from monoblock.experiments.models.scaling_law import fit_line, predict_last, summarize
 from monoblock.nn.transformer import Transformer
 
 
@@ -23,6 +25,24 @@ def test_the_jacobian_norm_is_that_of_the_softmax():
     jacobians = [torch.autograd.functional.jacobian(lambda x: x.softmax(-1), row) for row in scores]
     expected = torch.stack([jacobian.norm() for jacobian in jacobians])
     torch.testing.assert_close(jacobian_norm(scores.softmax(-1)), expected)
+
+
+def test_a_law_predicts_its_own_points_and_misses_others_by_their_factor():
+    points = [(x, 3.0 - 0.5 * x) for x in (0.0, 1.0, 2.0, 4.0)]
+    assert predict_last(points) == pytest.approx(1.0)
+    assert predict_last([*points[:-1], (4.0, 1.0 + math.log(2))]) == pytest.approx(0.5)
+
+
+def test_lengths_of_sparse_are_sorted_and_divide_the_longest():
+    assert SparseOptions(lengths="1024,256,1024").lengths_on("cpu") == [256, 1024]
+    for values, words in (
+        ({"lengths": "2000,256"}, "256 tokens do not divide 2000"),
+        ({"lengths": 0}, "not a list of whole numbers"),
+        ({"heads": 3}, "not a multiple of heads=3"),
+        ({"rounds": -1}, "rounds"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            SparseOptions(**values)
 
 
 def test_the_fit_recovers_a_power_law():

@@ -17,6 +17,18 @@ def load_tile(pointer, rows, row_stride, mask, K: tl.constexpr) -> Any:
 
 
 @triton.jit
+def tile_of_queries(G, queries, HEADS: tl.constexpr, ROWS: tl.constexpr) -> Any:
+    """Return row and head of keys of this program and, for each row of its tile, if it is a query, which, and its head.
+
+    The tile has all queries of the first of HEADS heads, then those of the next.
+    """
+    row, group = (tl.program_id(0) // G).to(tl.int64), tl.program_id(0) % G
+    index = tl.arange(0, ROWS)
+    is_query = index < HEADS * queries
+    return row, group, is_query, tl.where(is_query, index % queries, 0), group * HEADS + index // queries
+
+
+@triton.jit
 def add_keys(query, key, value, visible, scale, largest, total, accumulator, PRECISION: tl.constexpr) -> Any:
     """Add the keys and values of one block to the running softmax of all queries (ROWS, K)."""
     score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
@@ -44,10 +56,7 @@ def attend_beams_kernel(
     adds the new tokens, each of which is seen by its own beam only.
     """
     launch_next(PDL)
-    row, group = (tl.program_id(0) // G).to(tl.int64), tl.program_id(0) % G
-    index = tl.arange(0, ROWS)
-    is_query = index < HEADS * beams
-    beam, head = tl.where(is_query, index % beams, 0), group * HEADS + index // beams
+    row, group, is_query, beam, head = tile_of_queries(G, beams, HEADS, ROWS)
     wait_for_previous(PDL)
     keys += row * keys_row + group * keys_head
     values += row * values_row + group * values_head
@@ -99,10 +108,7 @@ def attend_source_kernel(
     A query without a valid column gets 0.
     """
     launch_next(PDL)
-    row, group = (tl.program_id(0) // G).to(tl.int64), tl.program_id(0) % G
-    index = tl.arange(0, ROWS)
-    is_query = index < HEADS * queries
-    number, head = tl.where(is_query, index % queries, 0), group * HEADS + index // queries
+    row, group, is_query, number, head = tile_of_queries(G, queries, HEADS, ROWS)
     wait_for_previous(PDL)
     keys += row * keys_row + group * keys_head
     values += row * values_row + group * values_head

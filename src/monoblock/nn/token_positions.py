@@ -27,7 +27,7 @@ class TokenPositions:
     prefix_or_global: Tensor | None = None  # True on global tokens, or on the tokens of a prefix
     start: int | None = None
     packed: PackedDocuments | None = None  # the same documents as `document`, if it is known where they begin
-    features: dict[str, Tensor] = field(default_factory=dict)  # what a mask computes of every token once, by name
+    features: dict[str, Tensor] = field(default_factory=dict, compare=False)  # of every token, by name (see MaskTerm)
 
     @property
     def length(self) -> int:

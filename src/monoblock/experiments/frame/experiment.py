@@ -33,7 +33,10 @@ class Arm:
 
 
 def selection(default: Any) -> Any:
-    """Declare an option that only chooses which trials run, or how often each is timed: results with it are merged."""
+    """Declare an option that only chooses which trials run, or how often each is timed.
+
+    Results with different values of it are shown in one table.
+    """
     return field(default=default, metadata={"selects": True})
 
 

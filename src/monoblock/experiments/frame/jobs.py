@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -43,8 +44,10 @@ def run_jobs(jobs: Sequence[Job], processes: int = 1) -> Iterator[str]:
                     "a process ended without a result: it was killed, or memory was short; finished trials are kept, "
                     "and the same command goes on with the others"
                 ) from None
-            except BaseException:
+            except BaseException:  # also Ctrl-C: what runs now is not waited for
                 pool.shutdown(wait=False, cancel_futures=True)
+                for process in multiprocessing.active_children():
+                    process.terminate()
                 raise
     if failures:
         name, problem = next(iter(failures.items()))
@@ -101,8 +104,10 @@ _messages: SimpleQueue[str] | None = None  # in a worker process, its progress m
 
 
 def _begin_process(processes: int, messages: SimpleQueue[str]) -> None:
-    """Give each process an equal share of the cores, and tell it where its messages go."""
+    """Give each process an equal share of the cores, and tell it where its messages go; the main process ends it."""
     import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     global _messages
     _messages = messages

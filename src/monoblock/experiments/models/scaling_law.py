@@ -8,6 +8,7 @@ are limited by their size alone.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -65,9 +66,8 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 def predict_last(points: Sequence[tuple[float, float]]) -> float:
     """Return exp(y) of the last point by the line through the others, divided by its own."""
     *others, (x, y) = points
-    slope, _ = fit_line(*zip(*others, strict=True))
-    mean_x, mean_y = (sum(values) / len(others) for values in zip(*others, strict=True))
-    return math.exp(mean_y + slope * (x - mean_x) - y)
+    slope, start = statistics.linear_regression(*zip(*others, strict=True))
+    return math.exp(start + slope * x - y)
 
 
 def _arm(depth: int, width: int) -> Arm:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from monoblock.experiments.frame.experiment import Arm, Experiment
 from monoblock.experiments.frame.rules import Rule
@@ -56,6 +57,10 @@ def _arms() -> Iterator[Arm]:
         )
 
 
+def _ratio(arm: str, other: str, words: str, **bound: Any) -> Rule:
+    return Rule(statement=words, metric="loss", arm=arm, quantity="ratio", other=other, **bound)
+
+
 NAMES = list(SWAPS)
 EXPERIMENT = Experiment(
     name="swaps",
@@ -74,34 +79,12 @@ EXPERIMENT = Experiment(
     columns=("loss", "perplexity", "validation_loss", "training_loss", "parameters", "seconds_training"),
     rules=(
         *(
-            Rule(
-                statement=f"{SWAPS[name][0]}: the loss falls by at least 0.1 %",
-                metric="loss",
-                arm=name,
-                quantity="ratio",
-                other=before,
-                at_most=0.999,
-            )
+            _ratio(name, before, f"{SWAPS[name][0]}: the loss falls by at least 0.1 %", at_most=0.999)
             for before, name in pairwise(NAMES)
         ),
-        Rule(
-            statement="all swaps together lower the loss by at least 1 %",
-            metric="loss",
-            arm=NAMES[-1],
-            quantity="ratio",
-            other=NAMES[0],
-            at_most=0.99,
-        ),
+        _ratio(NAMES[-1], NAMES[0], "all swaps together lower the loss by at least 1 %", at_most=0.99),
         *(
-            Rule(
-                statement=f"{SWAPS[name][0]}: the loss falls by at most 1 %",
-                metric="loss",
-                arm=name,
-                quantity="ratio",
-                other=before,
-                at_least=0.99,
-                late="the rule",
-            )
+            _ratio(name, before, f"{SWAPS[name][0]}: the loss falls by at most 1 %", at_least=0.99, late="the rule")
             for before, name in pairwise(NAMES)
         ),
     ),
