@@ -182,6 +182,15 @@ def compare_models(model: nn.Module, batch: TensorBatch, device: str) -> dict[st
 # -- training steps -------------------------------------------------------------------------------------------------
 
 
+def mark_lengths_dynamic(batch: TensorBatch) -> None:
+    """Let torch.compile expect other lengths from the first batch on, so that it compiles each kind once."""
+    documents = [value for value in batch.inputs.values() if isinstance(value, PackedDocuments)]
+    tensors = [value for value in batch.inputs.values() if isinstance(value, Tensor)]
+    for tensor in [*tensors, batch.labels, *(d.numbers for d in documents)]:
+        if tensor.dim() > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+
+
 class Runner:
     """One kind of batch with its own compiled step; both kinds train the same weights."""
 
@@ -196,7 +205,9 @@ class Runner:
         self.compute_loss = torch.compile(compute_loss) if compiled else compute_loss
 
     def move(self, batch: TensorBatch) -> TensorBatch:
-        return batch._replace(unpadded=self.kind == "unpadded").to(torch.device(self.device))
+        moved = batch._replace(unpadded=self.kind == "unpadded").to(torch.device(self.device))
+        mark_lengths_dynamic(moved)
+        return moved
 
     def step(self, batch: TensorBatch, target_count: int) -> None:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
@@ -244,6 +255,7 @@ def measure_model(name: str, table: dict[str, list[int]], args: argparse.Namespa
         graphs, start = num_graphs(), time.perf_counter()
         runner.time_steps(warmup, with_data=False)
         setup = {"warmup_graphs": num_graphs() - graphs, "warmup_seconds": time.perf_counter() - start}
+        print(f"{name}, {kind}: warmed up in {setup['warmup_seconds']:.0f} s", file=sys.stderr, flush=True)
         rows[kind] = {"model": name, "kind": kind, **setup, "seconds": [], "with_data": [], "measured_graphs": 0}
         rows[kind]["row_tokens"] = statistics.mean(runner.move(b).inputs["source"].numel() for b in measured)
         torch.cuda.reset_peak_memory_stats() if args.device == "cuda" else None

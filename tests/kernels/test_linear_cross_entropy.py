@@ -8,13 +8,14 @@ import torch.nn.functional as F
 
 import monoblock as mb
 from monoblock.kernels import linear_cross_entropy as fused
+from monoblock.kernels.fp8_linear import fp8_products
 from monoblock.kernels.gpu import is_available
 from monoblock.training.loss import CrossEntropyLoss
 
 IGNORE = -100
 
 
-def replace_by_gradient(logits, labels, losses, num_classes, ignore_index, label_smoothing):
+def replace_by_gradient(logits, labels, losses, num_classes, ignore_index, label_smoothing, gradient8=None):
     """What the Triton kernel computes."""
     rows, is_target = logits[:, :num_classes].double(), (labels != ignore_index)[:, None]
     losses.copy_(
@@ -24,6 +25,8 @@ def replace_by_gradient(logits, labels, losses, num_classes, ignore_index, label
     gradient = rows.softmax(-1) - (1 - label_smoothing) * chosen - label_smoothing / num_classes
     logits.zero_()
     logits[:, :num_classes] = gradient * is_target
+    if gradient8 is not None:
+        gradient8.copy_(logits.float() / fused.GRADIENT_SCALE)
 
 
 def add_product(total, gradient, x, *, is_first):
@@ -58,6 +61,26 @@ def test_loss_and_gradients_are_those_of_the_two_layers(on_cpu, monkeypatch, max
     for leaf, reference in zip(leaves, exact, strict=True):
         assert leaf.grad.dtype == leaf.dtype
         assert (leaf.grad.double() - reference.grad).norm() / reference.grad.norm() < 5e-3
+
+
+@pytest.mark.parametrize("max_logits", [1 << 29, 128 * 1088])
+def test_in_8_bits_loss_and_gradients_differ_by_the_rounding(on_cpu, monkeypatch, max_logits):
+    """The largest errors follow from 3 and 2 stored bits; the gradient of the weight is not rounded itself."""
+    monkeypatch.setattr(fused, "MAX_LOGITS", max_logits)
+    torch.manual_seed(0)
+    x, weight = torch.randn(300, 32).requires_grad_(), (0.2 * torch.randn(1030, 32)).requires_grad_()
+    labels = torch.randint(0, 1030, (300,))
+    labels[::5] = IGNORE
+    with torch.autocast("cpu", torch.bfloat16), fp8_products():
+        loss = fused.linear_cross_entropy(x, weight, None, labels, ignore_index=IGNORE)
+    found = torch.autograd.grad(loss, (x, weight))
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    expected_loss = F.cross_entropy(F.linear(*exact), labels, ignore_index=IGNORE, reduction="sum")
+    expected = torch.autograd.grad(expected_loss, exact)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-2)
+    assert loss.item() != pytest.approx(expected_loss.item(), rel=1e-6)
+    for gradient, reference, bound in zip(found, expected, (0.08, 0.05), strict=True):
+        assert (gradient.double() - reference).norm() / reference.norm() < bound
 
 
 def test_a_frozen_weight_has_no_gradient(on_cpu):

@@ -8,6 +8,7 @@ from support import all_experts_tap, assert_near, randomize_weights
 from torch.autograd import gradcheck
 from torch.nn.functional import linear
 
+import monoblock as mb
 from monoblock.config.model import ExpertsConfig, FeedForwardConfig
 from monoblock.nn.experts import Experts, load_balancing_loss, route
 from monoblock.nn.feedforward import ACTIVATIONS
@@ -125,3 +126,16 @@ def test_an_unused_expert_has_no_gradient():
 def test_gradients_are_those_of_finite_differences(tap):
     layer = build(top_k=2, gated=True, activation="silu", router="softmax_renormalized")
     assert gradcheck(lambda x: layer(x, tap=tap), (randn(B, T, D).requires_grad_(),))
+
+
+@pytest.mark.parametrize("tap", [None, lambda name, tensor: tensor])
+def test_under_autocast_the_output_has_the_dtype_of_the_input_and_is_close(tap):
+    torch.manual_seed(0)
+    layer = mb.Transformer(mb.tiny("mixtral-8x7b")).decoder.blocks[0].feedforward
+    x = torch.randn(2, 9, layer.up.shape[-1])
+    exact = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x, tap)
+    assert found.dtype == torch.float32
+    is_close = (found - exact).norm(dim=-1) < 0.02 * exact.norm(dim=-1)
+    assert is_close.float().mean() > 0.8  # a near tie of the router may select another expert

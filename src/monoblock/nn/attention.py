@@ -208,7 +208,9 @@ class Attention(nn.Module):
         if source is x and not is_cached and should_fuse(x, layers):
             q, k, v = fused_linear(x, layers)
             return q, k, v
-        return self.query(x), None if is_cached else self.key(source), None if is_cached else self.value(source)
+        if is_cached:
+            return apply_linear(self.query, x), None, None
+        return apply_linear(self.query, x), apply_linear(self.key, source), apply_linear(self.value, source)
 
     def _update_keys_values(
         self,

@@ -81,6 +81,7 @@ class Experts(nn.Module):
         logits = apply_tap(tap, "router", self.router(x))  # (B, T, E)
         tokens = x.reshape(-1, D)
         expert_ids, weights = route(logits.reshape(-1, logits.shape[-1]), self.experts_config)
+        weights = weights.to(x.dtype)  # under autocast, logits and outputs have 16 bits, x may have 32
         if x.is_meta or tap_wants(tap, "outputs") or torch.compiler.is_exporting():
             out = self._run_all(tokens, expert_ids, weights, tap)
         else:
@@ -111,5 +112,6 @@ class Experts(nn.Module):
         out = torch.zeros_like(x)
         for expert in range(self.experts_config.count):
             token, rank = (expert_ids == expert).nonzero(as_tuple=True)
-            out = out.index_add(0, token, self.run_expert(expert, x[token]) * weights[token, rank, None])
+            weighted = self.run_expert(expert, x[token]) * weights[token, rank, None]
+            out = out.index_add(0, token, weighted.to(out.dtype))
         return out

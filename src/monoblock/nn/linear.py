@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from monoblock.kernels.cpu.autograd import linear, split_columns
+from monoblock.kernels.cpu import autograd as cpu
+from monoblock.kernels.fp8_linear import fp8_linear, supports_fp8
 from monoblock.nn.module_hooks import is_plain
 
 FUSE_MIN_TOKENS = 512  # with fewer, concatenating the weights costs more than one wide product saves
@@ -37,7 +38,12 @@ def should_fuse(x: Tensor, layers: Sequence[nn.Module]) -> bool:
 
 def fused_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """Apply every layer to x (B, T, D) with one matrix product; return the output of each layer."""
-    return split_columns(linear(x, *join_weights(layers)), [layer.out_features for layer in layers])
+    return cpu.split_columns(linear(x, *join_weights(layers)), [layer.out_features for layer in layers])
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute F.linear(x, weight, bias) with the fastest product for this device and precision."""
+    return fp8_linear(x, weight, bias) if supports_fp8(x, weight) else cpu.linear(x, weight, bias)
 
 
 def can_join(layers: Sequence[nn.Module | None]) -> bool:

@@ -145,7 +145,8 @@ class TrainSection:
         0.0  # adversarial noise on embeddings, as a fraction of their norm (Miyato et al. 2017); 0: off
     )
     load_balancing: float = 0.01  # for models with experts: the weight of the load-balancing loss
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # "auto": bf16 on a GPU, fp32 on a CPU
+    # "auto": bf16 on a GPU, fp32 on a CPU; "fp8": bf16 with matrix products in 8 bits (Ada, Hopper and newer GPUs)
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     compile: Literal["auto", "yes", "no", "graphs"] = "auto"  # whether to use torch.compile; "graphs": with CUDA graphs
     device: str = "auto"  # such as "cpu" or "cuda"; "auto": a GPU if there is one
     deterministic: bool = False  # use deterministic algorithms, which can be slower

@@ -11,6 +11,7 @@ import torch
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.kernels.cpu import onednn
 from monoblock.kernels.cpu.library import find_compiler
+from monoblock.kernels.fp8_linear import fp8_products, has_fp8
 from monoblock.training.events import DecisionEvent
 
 COMPILE_CHOICES = ("auto", "yes", "no", "graphs")
@@ -18,7 +19,7 @@ CUDA_GRAPHS_MODE = "reduce-overhead"  # the mode of torch.compile that records C
 CPU_PRECISION_REASON = "exact on every CPU; on a CPU with 16-bit units, train.precision=bf16 is a little faster"
 MIN_STEPS_TO_COMPILE = 300  # with fewer steps, compiling takes longer than it saves
 REQUESTED = "as requested"
-AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class RuntimeConfig:
     deterministic: bool
     decisions: tuple[DecisionEvent, ...]
     compile_mode: str | None = None  # the mode of torch.compile
+    fp8: bool = False  # products of linear layers in 8 bits
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
@@ -38,8 +40,11 @@ class RuntimeConfig:
         if self.autocast_dtype is None:
             yield
             return
-        with torch.autocast(self.device.type, self.autocast_dtype):
+        with torch.autocast(self.device.type, self.autocast_dtype), self._products():
             yield
+
+    def _products(self) -> contextlib.AbstractContextManager[None]:
+        return fp8_products() if self.fp8 else contextlib.nullcontext()
 
     def apply_torch_settings(self) -> None:
         """Set the global flags of torch for determinism and for the precision and library of matrix products."""
@@ -65,7 +70,7 @@ def choose_runtime(
     If `no_compile_reason` is given, the model is not compiled, for this reason.
     """
     chosen_device, device_decision = _choose_device(device)
-    chosen_precision, precision_decision = _choose_precision(precision, chosen_device.type)
+    chosen_precision, precision_decision = _choose_precision(precision, chosen_device)
     compiled, compile_mode, compile_decision = _choose_compilation(
         compile, chosen_device.type, steps, no_compile_reason
     )
@@ -85,6 +90,7 @@ def choose_runtime(
         deterministic=deterministic or chosen_device.type == "cpu",
         decisions=tuple(decisions),
         compile_mode=compile_mode,
+        fp8=chosen_precision == "fp8",
     )
 
 
@@ -95,15 +101,17 @@ def _choose_device(device: str) -> tuple[torch.device, DecisionEvent]:
     return chosen, DecisionEvent(f"device {chosen}", reason)
 
 
-def _choose_precision(precision: str, device_type: str) -> tuple[str, DecisionEvent]:
+def _choose_precision(precision: str, device: torch.device) -> tuple[str, DecisionEvent]:
     if precision not in ("auto", *AUTOCAST_DTYPES):
         raise ConfigError(
             f"precision={precision!r} is not one of auto, {', '.join(AUTOCAST_DTYPES)}"
             f"{did_you_mean(precision, AUTOCAST_DTYPES)}"
         )
+    if precision == "fp8" and not has_fp8(device):
+        raise ConfigError(f"precision=fp8 needs a GPU with 8-bit tensor cores (Ada or newer), not {device}; use bf16")
     reason = REQUESTED
     if precision == "auto":
-        precision, reason = ("bf16", "fast on a GPU") if device_type == "cuda" else ("fp32", CPU_PRECISION_REASON)
+        precision, reason = ("bf16", "fast on a GPU") if device.type == "cuda" else ("fp32", CPU_PRECISION_REASON)
     return precision, DecisionEvent(f"precision {precision}", reason)
 
 

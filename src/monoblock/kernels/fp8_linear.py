@@ -1,0 +1,129 @@
+"""Linear layers with matrix products in 8-bit floating point (Micikevicius et al. 2022), for training on a GPU.
+
+`with fp8_products():` chooses them for the linear layers of blocks and for the output layer of a language model.  Every
+row of a factor is divided by a scale of its own, such that its largest number is the largest one of the format; the
+product is summed in fp32 and multiplied by the scales.  The outputs and the gradients of the inputs are computed so.
+The gradient of a weight, a sum over all tokens, stays in bfloat16: for it both factors would be needed once more, in
+transposed order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+SMALLEST_MAXIMUM = 1e-30  # of a row: its scale is not 0
+SIZE_MULTIPLE = 16  # the products need numbers of inputs and outputs that are multiples of it
+MAX_FAST_SUM = 4096  # numbers
+MIN_CAPABILITY = (8, 9)  # of the GPU (Ada)
+
+_is_enabled = False
+
+
+@contextlib.contextmanager
+def fp8_products() -> Iterator[None]:
+    """Compute the products of linear layers in 8 bits inside the `with` block, where `supports_fp8` holds."""
+    global _is_enabled
+    before, _is_enabled = _is_enabled, True
+    try:
+        yield
+    finally:
+        _is_enabled = before
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Return whether a device multiplies numbers of 8 bits in its tensor cores."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
+def wants_fp8(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the product of x (…, D) and weight (O, D) is to be computed in 8 bits.
+
+    It is in training only, inside `fp8_products` and under autocast to bfloat16.
+    """
+    if not (_is_enabled and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        return False
+    is_plain = type(weight) in (Tensor, torch.nn.Parameter)  # not split among processes
+    device = x.device.type
+    return is_plain and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+
+
+def supports_fp8(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `fp8_linear` is to be used for x (…, D) and weight (O, D), and can be."""
+    return wants_fp8(x, weight) and all(size % SIZE_MULTIPLE == 0 for size in weight.shape)
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute F.linear(x, weight, bias) in bfloat16, with products in 8 bits; x (…, D), weight (O, D), bias (O,)."""
+    rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+    out: Tensor = _Fp8Linear.apply(rows, weight, bias)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return multiply(quantize_rows(x), quantize_rows(weight), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_x = multiply(quantize_rows(grad), quantize_rows(weight.T)) if needs_x else None
+        grad_weight = (grad.T @ x).to(weight.dtype) if needs_weight else None
+        return grad_x, grad_weight, grad.sum(0).to(ctx.bias_dtype) if needs_bias else None
+
+
+class QuantizedMatrix(NamedTuple):
+    """A matrix of 8-bit numbers: the matrix is about values * scales."""
+
+    values: Tensor  # (N, K), e4m3 or e5m2
+    scales: Tensor  # (N, 1) or (), fp32
+
+    def transposed_scales(self) -> Tensor:
+        return self.scales.T if self.scales.dim() else self.scales
+
+
+def quantize_rows(x: Tensor) -> QuantizedMatrix:
+    """Round a matrix (N, K) to e4m3 with a scale for each row.  A row with a NaN or an infinity becomes NaN."""
+    largest = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST_MAXIMUM)
+    return QuantizedMatrix((x.float() * (E4M3_MAX / largest)).to(E4M3).contiguous(), largest / E4M3_MAX)
+
+
+def quantize_matrix(x: Tensor) -> QuantizedMatrix:
+    """Round a matrix (N, K) to e4m3 with one scale."""
+    largest = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).clamp(min=SMALLEST_MAXIMUM)
+    return QuantizedMatrix((x * (E4M3_MAX / largest)).to(E4M3), largest / E4M3_MAX)
+
+
+def multiply(a: QuantizedMatrix, b: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
+    """Return the product of a (N, K) and the transpose of b (M, K), plus bias (M,), in bfloat16.
+
+    Both have a scale for each row, or both have one scale.  Long sums are computed in full fp32, shorter ones by the
+    tensor cores, which keep fewer digits.
+    """
+    if not a.values.is_cuda:
+        return multiply_plain(a, b, bias)
+    return torch._scaled_mm(
+        a.values,
+        b.values.T,
+        scale_a=a.scales,
+        scale_b=b.transposed_scales(),
+        bias=None if bias is None else bias.to(torch.bfloat16),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=a.values.shape[1] <= MAX_FAST_SUM,
+    )
+
+
+def multiply_plain(a: QuantizedMatrix, b: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
+    """Compute `multiply` step by step, on any device."""
+    product = (a.values.float() @ b.values.float().T) * a.scales * b.transposed_scales()
+    return (product if bias is None else product + bias.to(torch.bfloat16)).to(torch.bfloat16)
