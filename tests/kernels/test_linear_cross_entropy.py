@@ -15,7 +15,7 @@ from monoblock.training.loss import CrossEntropyLoss
 IGNORE = -100
 
 
-def replace_by_gradient(logits, labels, losses, num_classes, ignore_index, label_smoothing, gradient8=None):
+def replace_by_gradient(logits, labels, losses, num_classes, ignore_index, label_smoothing):
     """What the Triton kernel computes."""
     rows, is_target = logits[:, :num_classes].double(), (labels != ignore_index)[:, None]
     losses.copy_(
@@ -25,8 +25,6 @@ def replace_by_gradient(logits, labels, losses, num_classes, ignore_index, label
     gradient = rows.softmax(-1) - (1 - label_smoothing) * chosen - label_smoothing / num_classes
     logits.zero_()
     logits[:, :num_classes] = gradient * is_target
-    if gradient8 is not None:
-        gradient8.copy_(logits.float() / fused.GRADIENT_SCALE)
 
 
 def add_product(total, gradient, x, *, is_first):
@@ -65,7 +63,7 @@ def test_loss_and_gradients_are_those_of_the_two_layers(on_cpu, monkeypatch, max
 
 @pytest.mark.parametrize("max_logits", [1 << 29, 128 * 1088])
 def test_in_8_bits_loss_and_gradients_differ_by_the_rounding(on_cpu, monkeypatch, max_logits):
-    """The largest errors follow from 3 and 2 stored bits; the gradient of the weight is not rounded itself."""
+    """Only the logits are computed from rounded factors."""
     monkeypatch.setattr(fused, "MAX_LOGITS", max_logits)
     torch.manual_seed(0)
     x, weight = torch.randn(300, 32).requires_grad_(), (0.2 * torch.randn(1030, 32)).requires_grad_()
@@ -79,7 +77,7 @@ def test_in_8_bits_loss_and_gradients_differ_by_the_rounding(on_cpu, monkeypatch
     expected = torch.autograd.grad(expected_loss, exact)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-2)
     assert loss.item() != pytest.approx(expected_loss.item(), rel=1e-6)
-    for gradient, reference, bound in zip(found, expected, (0.08, 0.05), strict=True):
+    for gradient, reference, bound in zip(found, expected, (0.05, 0.05), strict=True):
         assert (gradient.double() - reference).norm() / reference.norm() < bound
 
 

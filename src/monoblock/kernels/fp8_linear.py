@@ -1,10 +1,10 @@
 """Linear layers with matrix products in 8-bit floating point (Micikevicius et al. 2022), for training on a GPU.
 
-`with fp8_products():` chooses them for the linear layers of blocks and for the output layer of a language model.  Every
-row of a factor is divided by a scale of its own, such that its largest number is the largest one of the format; the
-product is summed in fp32 and multiplied by the scales.  The outputs and the gradients of the inputs are computed so.
-The gradient of a weight, a sum over all tokens, stays in bfloat16: for it both factors would be needed once more, in
-transposed order.
+`with fp8_products():` chooses them for the linear layers of blocks, for their outputs and for the gradients of their
+inputs, and for the logits of a language model; the hidden states between blocks are stored in bfloat16.  Every row of a
+factor is divided by a scale of its own, such that its largest number is the largest one of the format; the product is
+summed in fp32 and multiplied by the scales.  The gradient of a weight, a sum over all tokens, stays in bfloat16: for it
+both factors would be needed once more, in transposed order.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ E4M3_MAX = 448.0
 SMALLEST_MAXIMUM = 1e-30  # of a row: its scale is not 0
 SIZE_MULTIPLE = 16  # the products need numbers of inputs and outputs that are multiples of it
 MAX_FAST_SUM = 4096  # numbers
+MAX_GROUP = 1024  # numbers
 MIN_CAPABILITY = (8, 9)  # of the GPU (Ada)
 
 _is_enabled = False
@@ -40,6 +41,11 @@ def fp8_products() -> Iterator[None]:
 def has_fp8(device: torch.device) -> bool:
     """Return whether a device multiplies numbers of 8 bits in its tensor cores."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
+def hidden_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which the hidden states between blocks are stored; x is the input of the first block."""
+    return torch.bfloat16 if _is_enabled and torch.is_grad_enabled() and x.is_floating_point() else x.dtype
 
 
 def wants_fp8(x: Tensor, weight: Tensor) -> bool:
@@ -88,14 +94,28 @@ class QuantizedMatrix(NamedTuple):
     values: Tensor  # (N, K), e4m3 or e5m2
     scales: Tensor  # (N, 1) or (), fp32
 
+    def rows(self, part: slice) -> QuantizedMatrix:
+        return QuantizedMatrix(self.values[part], self.scales[part] if self.scales.dim() else self.scales)
+
     def transposed_scales(self) -> Tensor:
         return self.scales.T if self.scales.dim() else self.scales
 
 
 def quantize_rows(x: Tensor) -> QuantizedMatrix:
     """Round a matrix (N, K) to e4m3 with a scale for each row.  A row with a NaN or an infinity becomes NaN."""
-    largest = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST_MAXIMUM)
+    largest = _row_maxima(x).float().clamp(min=SMALLEST_MAXIMUM)
     return QuantizedMatrix((x.float() * (E4M3_MAX / largest)).to(E4M3).contiguous(), largest / E4M3_MAX)
+
+
+def _row_maxima(x: Tensor) -> Tensor:
+    """Return the largest absolute value of each row of x (N, K), as (N, 1).
+
+    Long rows take two steps: torch.compile computes the maxima of up to MAX_GROUP numbers in one pass, beside the
+    numbers themselves.
+    """
+    columns = x.shape[-1]
+    groups = next(n for n in range(-(-columns // MAX_GROUP), columns + 1) if columns % n == 0)
+    return x.unflatten(-1, (groups, columns // groups)).abs().amax(-1).amax(-1, keepdim=True)
 
 
 def quantize_matrix(x: Tensor) -> QuantizedMatrix:

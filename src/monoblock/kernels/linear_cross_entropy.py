@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoblock.kernels.fp8_linear import SIZE_MULTIPLE, QuantizedMatrix, multiply, quantize_matrix, wants_fp8
+from monoblock.kernels.fp8_linear import SIZE_MULTIPLE, multiply, quantize_matrix, wants_fp8
 from monoblock.kernels.gpu import is_available
 
 MAX_LOGITS = 1 << 29  # logits computed at a time: 1 GiB in 16 bits
 MIN_CLASSES = 1024  # with fewer, the logits are small
 COLUMN_MULTIPLE = 64  # tensor cores are slow if the number of columns is not a multiple of 8
 BLOCK, WARPS = 2048, 4  # the fastest measured on an H200
-GRADIENT_SCALE = 2.0**-15  # of gradients in 8 bits: the largest, 1, becomes 2^15 of at most 57,344 in e5m2
 
 
 def supports_linear_cross_entropy(x: Tensor, weight: Tensor) -> bool:
@@ -48,8 +47,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the cross-entropy of the logits x weight^T + bias, summed over all labels that are not `ignore_index`.
 
-    x (N, D), weight (V, D), bias (V,), labels (N,).  The product is computed in bfloat16, or in 8 bits inside
-    `fp8_products`, the rest in fp32.
+    x (N, D), weight (V, D), bias (V,), labels (N,).  The products are computed in bfloat16, that of the logits in 8
+    bits inside `fp8_products`, and the rest in fp32.
     """
     fp8 = wants_fp8(x, weight) and x.shape[1] % SIZE_MULTIPLE == 0
     with torch.autocast("cuda", enabled=False):
@@ -79,15 +78,14 @@ def _loss_and_gradients(
     dweight = torch.empty(columns if trains_weight else 0, D, dtype=torch.float32, device=x.device)
     dbias = torch.zeros(0 if bias is None else columns, dtype=torch.float32, device=x.device)
     rows = _rows_at_a_time(N, columns)
-    products = _Fp8Products(x, table, rows) if fp8 else _Products(x, table)
+    x8, table8 = (quantize_matrix(x), quantize_matrix(table)) if fp8 else (None, None)
     for start in range(0, N, rows):
         part = slice(start, min(start + rows, N))
-        logits = products.logits(part)
+        logits = x[part] @ table.T if x8 is None or table8 is None else multiply(x8.rows(part), table8)
         if bias is not None:
             logits[:, :V] += bias
-        gradient8 = products.gradient8(part)
-        _replace_by_gradient(logits, labels[part], losses[part], V, ignore_index, label_smoothing, gradient8)
-        products.input_gradient(logits, gradient8, out=dx[part])
+        _replace_by_gradient(logits, labels[part], losses[part], V, ignore_index, label_smoothing)
+        torch.mm(logits, table, out=dx[part])
         if trains_weight:
             _add_product(dweight, logits, x[part], is_first=start == 0)
         if bias is not None:
@@ -124,44 +122,6 @@ def _scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None,
 _loss_and_gradients.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
-class _Products:
-    """The products of the output layer with its table (columns, D): the logits, and the gradient of x (N, D)."""
-
-    def __init__(self, x: Tensor, table: Tensor) -> None:
-        self.x, self.table = x, table
-
-    def logits(self, part: slice) -> Tensor:
-        return self.x[part] @ self.table.T
-
-    def gradient8(self, part: slice) -> Tensor | None:
-        """Return a matrix for the gradient of the logits in 8 bits, if `input_gradient` needs it."""
-        return None
-
-    def input_gradient(self, gradient: Tensor, gradient8: Tensor | None, out: Tensor) -> None:
-        torch.mm(gradient, self.table, out=out)
-
-
-class _Fp8Products(_Products):
-    """The same products in 8 bits; the gradient of the logits is stored in 16 bits as well, for that of the table."""
-
-    def __init__(self, x: Tensor, table: Tensor, rows: int) -> None:
-        super().__init__(x, table)
-        self.x8, self.table8 = quantize_matrix(x), quantize_matrix(table)
-        self.transposed8 = QuantizedMatrix(self.table8.values.T.contiguous(), self.table8.scales)
-        self.scale = torch.tensor(GRADIENT_SCALE, device=x.device)
-        self.buffer = torch.empty(rows, len(table), dtype=torch.float8_e5m2, device=x.device)
-
-    def logits(self, part: slice) -> Tensor:
-        return multiply(QuantizedMatrix(self.x8.values[part], self.x8.scales), self.table8)
-
-    def gradient8(self, part: slice) -> Tensor | None:
-        return self.buffer[: part.stop - part.start]
-
-    def input_gradient(self, gradient: Tensor, gradient8: Tensor | None, out: Tensor) -> None:
-        assert gradient8 is not None
-        out.copy_(multiply(QuantizedMatrix(gradient8, self.scale), self.transposed8))
-
-
 def _pad_table(weight: Tensor) -> Tensor:
     """Return weight (V, D) in bfloat16, with rows of zeros added up to a multiple of COLUMN_MULTIPLE."""
     V, D = weight.shape
@@ -196,21 +156,10 @@ def _kernel() -> Any:
 
 
 def _replace_by_gradient(
-    logits: Tensor,
-    labels: Tensor,
-    losses: Tensor,
-    num_classes: int,
-    ignore_index: int,
-    label_smoothing: float,
-    gradient8: Tensor | None = None,
+    logits: Tensor, labels: Tensor, losses: Tensor, num_classes: int, ignore_index: int, label_smoothing: float
 ) -> None:
-    """Write the loss of each row of logits (N, columns) to `losses` (N,), and its gradient in place of the logits.
-
-    If `gradient8` (N, columns) is given, the gradient divided by GRADIENT_SCALE is written to it as well.
-    """
-    has_copy = gradient8 is not None
+    """Write the loss of each row of logits (N, columns) to `losses` (N,), and its gradient in place of the logits."""
     _kernel()[(len(logits),)](
-        logits, labels, losses, gradient8 if has_copy else logits, num_classes, logits.stride(0), ignore_index,
-        label_smoothing, 1 / GRADIENT_SCALE,
-        SMOOTHED=label_smoothing != 0.0, COPY=has_copy, BLOCK=BLOCK, num_warps=WARPS,
+        logits, labels, losses, num_classes, logits.stride(0), ignore_index, label_smoothing,
+        SMOOTHED=label_smoothing != 0.0, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip

@@ -12,18 +12,16 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def cross_entropy_kernel(
-    logits, labels, losses, copy, V, row_stride, ignore_index, smoothing, copy_factor,
-    SMOOTHED: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits, labels, losses, V, row_stride, ignore_index, smoothing,
+    SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Each program computes the loss of one row of logits and overwrites the row with its gradient.
 
-    The row has V logits and is padded to `row_stride` columns; the gradient of the padding is 0.  With COPY, the
-    gradient times `copy_factor` is also written to the same row of `copy`.
+    The row has V logits and is padded to `row_stride` columns; the gradient of the padding is 0.
     """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     logits += row * row_stride
-    copy += row * row_stride
     offsets = tl.arange(0, BLOCK)
     is_target = label != ignore_index
     largest = -float("inf")
@@ -51,5 +49,3 @@ def cross_entropy_kernel(
         gradient = tl.exp2((x - log_sum) * LOG2_E) - share - tl.where(index == label, 1.0 - smoothing, 0.0)
         gradient = tl.where(is_target & (index < V), gradient, 0.0)
         tl.store(logits + index, gradient.to(logits.dtype.element_ty), mask=index < row_stride)
-        if COPY:
-            tl.store(copy + index, (gradient * copy_factor).to(copy.dtype.element_ty), mask=index < row_stride)

@@ -82,9 +82,8 @@ class Norm(nn.Module):
         if weight is not None and weight.dim() > 1:
             return self._norm_per_head(x, weight)
         if config.kind == "layer":
-            if weight is not None:
-                weight = weight.to(x.dtype)
-            return layer_norm(x, weight, self.bias, config.eps)
+            weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, self.bias))
+            return layer_norm(x, weight, bias, config.eps)
         return rms_norm(x, weight, config.eps, cast_after_scale=config.cast == "after_scale")
 
     def _batch_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:

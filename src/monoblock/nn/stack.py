@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary, StackConfig
+from monoblock.kernels.fp8_linear import hidden_dtype
 from monoblock.nn.attention import select_kept_heads
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
@@ -107,6 +108,7 @@ class Stack(nn.Module):
 
         The output has the shape of x.
         """
+        x = x.to(hidden_dtype(x))
         writes: list[CacheWrite | None] = (
             [None] * len(self.block_order) if cache is None else list(cache.prepare_write(token_positions))
         )
