@@ -1,6 +1,7 @@
 """Training steps on one GPU: our models beside transformers and nn.Transformer, and `monoblock train` beside the step.
 
     python benchmarks/train_gpu.py --write                          # the bare steps and their peers
+    python benchmarks/train_gpu.py --only fp8 --write
     python benchmarks/train_gpu.py --only trainer --text FILE --tokenizer FOLDER --write
     python benchmarks/train_gpu.py --only curves --text FILE --write
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import statistics
 import subprocess
 import sys
@@ -32,7 +34,7 @@ from _report import commit, device_name, write_section
 from torch import Tensor, nn
 
 import monoblock as mb
-from monoblock.kernels.fp8_linear import fp8_linear, fp8_products
+from monoblock.kernels.fp8_linear import fp8_linear, fp8_products, quantize_rows, quantize_rows_plain
 from monoblock.training.loss import CrossEntropyLoss
 
 RESULTS = Path(__file__).with_name("results") / "train-h200.md"
@@ -134,14 +136,19 @@ WITH_GRAPHS = ("Transformer base, 128 + 128",)  # small kernels: the step is rec
 ROWS = [  # work, batch, who, how to build model and loss
     ("GPT-2 124M", 32, "monoblock", build_gpt2),
     ("GPT-2 124M", 64, "monoblock", build_gpt2),
-    ("GPT-2 124M", 32, "monoblock, fp8", build_gpt2),
-    ("GPT-2 124M", 64, "monoblock, fp8", build_gpt2),
     ("GPT-2 124M", 32, "transformers", build_transformers("gpt2")),
     ("LLaMA-style 162M", 32, "monoblock", build_llama),
-    ("LLaMA-style 162M", 32, "monoblock, fp8", build_llama),
     ("LLaMA-style 162M", 32, "transformers", build_transformers("llama")),
     ("Transformer base, 128 + 128", 256, "monoblock", build_base),
     ("Transformer base, 128 + 128", 256, "nn.Transformer", build_torch),
+]
+FP8_ROWS = [
+    ("GPT-2 124M", 32, "monoblock, fp8, graphs", build_gpt2),
+    ("GPT-2 124M", 64, "monoblock, fp8, graphs", build_gpt2),
+    ("GPT-2 124M", 32, "monoblock, fp8", build_gpt2),
+    ("GPT-2 124M", 64, "monoblock, fp8", build_gpt2),
+    ("GPT-2 124M", 32, "monoblock", build_gpt2),
+    ("GPT-2 124M", 32, "transformers", build_transformers("gpt2")),
 ]
 
 
@@ -199,7 +206,7 @@ def measure_row(work: str, batch: int, who: str, build: Callable[..., Any], smok
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     model, loss, tokens = build(2 if smoke else batch, smoke)
-    mode = "reduce-overhead" if work in WITH_GRAPHS else None
+    mode = "reduce-overhead" if work in WITH_GRAPHS or "graphs" in who else None
     step = make_step(model, loss, compiled=not smoke, mode=mode, fp8="fp8" in who)
     seconds = time_steps(step, *((1, 1) if smoke else ()))
     memory = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else math.nan
@@ -215,13 +222,11 @@ def is_ours(who: str) -> bool:
     return who.startswith("monoblock")
 
 
-def steps_section(smoke: bool, numbers: list[int] | None = None) -> str:
-    """Measure the rows of ROWS, or those with the given numbers."""
+def steps_section(title: str, rows: list[Any], smoke: bool) -> str:
     torch.set_float32_matmul_precision("high")
-    lines = [*heading("Bare steps", "python benchmarks/train_gpu.py --write"), ""]
+    lines = [*heading(title, shlex.join(["python", "benchmarks/train_gpu.py", *sys.argv[1:]])), ""]
     lines += ["| model | batch | | parameters | ms per step | target tokens/s | of the peer | MFU | peak, GiB |"]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
-    rows = ROWS if numbers is None else [ROWS[number] for number in numbers]
     measured = [(work, batch, who, measure_row(work, batch, who, build, smoke)) for work, batch, who, build in rows]
     peers = {work: row["speed"] for work, _, who, row in measured if not is_ours(who)}
     for work, batch, who, row in measured:
@@ -315,9 +320,25 @@ def curves_section(smoke: bool, text: Path) -> str:
     return "\n".join(lines)
 
 
+def check_rounding() -> None:
+    """Compare the kernel that rounds long rows to 8 bits with the plain formula, bit for bit."""
+    x = torch.randn(512, 3072, device=DEVICE) * torch.randn(512, 3072, device=DEVICE).exp()
+    x[1], x[2, 3], x[4, 5] = 0, math.nan, math.inf
+    finite = [row for row in range(512) if row not in (2, 4)]
+    for rows in (x, x.to(torch.bfloat16), x[:, :2304]):
+        found, expected = quantize_rows(rows), quantize_rows_plain(rows)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.float()[finite], other.float()[finite], rtol=0, atol=0)
+        for matrix in (found, expected):
+            product = matrix.values.float() @ torch.ones(rows.shape[1], 1, device=DEVICE) * matrix.scales
+            assert product.isnan().flatten().nonzero().flatten().tolist() == [2, 4]
+    print("ok rounding to 8 bits", flush=True)
+
+
 def layer_errors() -> str:
     """Return the errors of a layer in bfloat16 and with products in 8 bits: output, gradients of input and weight."""
     torch.manual_seed(0)
+    check_rounding()
     tensors = [torch.randn(*shape, device=DEVICE) for shape in ((4096, 768), (3072, 768), (4096, 3072))]
     exact_x, exact_weight, exact_grad = (tensor.double() for tensor in tensors)
     exact = (exact_x @ exact_weight.T, exact_grad @ exact_weight, exact_grad.T @ exact_x)
@@ -362,8 +383,8 @@ def train_bytes(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("steps", "trainer", "curves"), default="steps")
-    parser.add_argument("--rows", type=int, nargs="*", help=f"measure only these of the {len(ROWS)} steps")
+    parser.add_argument("--only", choices=("steps", "fp8", "trainer", "curves"), default="steps")
+    parser.add_argument("--rows", type=int, nargs="*", help=f"measure only these of the {len(ROWS)} steps, from 0")
     parser.add_argument("--text", type=Path, help="a text file, for trainer and curves")
     parser.add_argument("--tokenizer", type=Path, help="the folder of a tokenizer, for trainer")
     parser.add_argument("--smoke", action="store_true", help="toy sizes")
@@ -371,7 +392,9 @@ def main() -> None:
     args = parser.parse_args()
     text = args.text or Path(__file__)
     if args.only == "steps":
-        section = steps_section(args.smoke, args.rows)
+        section = steps_section("Bare steps", [ROWS[n] for n in args.rows or range(len(ROWS))], args.smoke)
+    elif args.only == "fp8":
+        section = steps_section("Bare steps, products in 8 bits", FP8_ROWS, args.smoke)
     elif args.only == "trainer":
         section = trainer_section(args.smoke, text, args.tokenizer)
     else:
