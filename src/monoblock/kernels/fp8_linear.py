@@ -10,21 +10,18 @@ both factors would be needed once more, in transposed order.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from monoblock.kernels.gpu import is_available
-
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST_MAXIMUM = 1e-30  # of a row: its scale is not 0
 SIZE_MULTIPLE = 16  # the products need numbers of inputs and outputs that are multiples of it
 MAX_FAST_SUM = 4096  # numbers
-MAX_FUSED, MAX_KERNEL = 1024, 16384  # numbers in a row: what torch.compile reads once, and what the kernel can
+MAX_GROUP = 1024  # numbers
 MIN_CAPABILITY = (8, 9)  # of the GPU (Ada)
 
 _is_enabled = False
@@ -105,45 +102,20 @@ class QuantizedMatrix(NamedTuple):
 
 
 def quantize_rows(x: Tensor) -> QuantizedMatrix:
-    """Round a matrix (N, K) to e4m3 with a scale for each row.  A row with a NaN or an infinity becomes NaN.
-
-    torch.compile joins the steps of short rows with the function that computes x.  For long rows it would compute x
-    twice, so they have a kernel, if x is stored row by row.
-    """
-    if x.is_cuda and MAX_FUSED < x.shape[1] <= MAX_KERNEL and x.stride(1) == 1 and is_available():
-        return QuantizedMatrix(*torch.ops.monoblock_python.quantize_rows(x))
-    return quantize_rows_plain(x)
-
-
-def quantize_rows_plain(x: Tensor) -> QuantizedMatrix:
-    """Compute `quantize_rows` step by step, on any device."""
-    largest = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST_MAXIMUM)
+    """Round a matrix (N, K) to e4m3 with a scale for each row.  A row with a NaN or an infinity becomes NaN."""
+    largest = _row_maxima(x).float().clamp(min=SMALLEST_MAXIMUM)
     return QuantizedMatrix((x.float() * (E4M3_MAX / largest)).to(E4M3).contiguous(), largest / E4M3_MAX)
 
 
-@torch.library.custom_op("monoblock_python::quantize_rows", mutates_args=())
-def _quantize_long_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values (N, K) and scales (N, 1) of `quantize_rows`, by the kernel."""
-    N, K = x.shape
-    values = torch.empty(N, K, dtype=E4M3, device=x.device)
-    scales = torch.empty(N, 1, dtype=torch.float32, device=x.device)
-    block = 1 << (K - 1).bit_length()
-    _triton_kernels().quantize_rows_kernel[(N,)](
-        x, values, scales, K, x.stride(0), E4M3_MAX, SMALLEST_MAXIMUM, BLOCK=block, num_warps=4 if block <= 2048 else 8
-    )
-    return values, scales
+def _row_maxima(x: Tensor) -> Tensor:
+    """Return the largest absolute value of each row of x (N, K), as (N, 1).
 
-
-@_quantize_long_rows.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=E4M3), x.new_empty((len(x), 1), dtype=torch.float32)
-
-
-@functools.cache
-def _triton_kernels() -> Any:
-    from monoblock.kernels import triton_fp8
-
-    return triton_fp8
+    Long rows take two steps: torch.compile computes the maxima of up to MAX_GROUP numbers in one pass, beside the
+    numbers themselves.
+    """
+    columns = x.shape[-1]
+    groups = next(n for n in range(-(-columns // MAX_GROUP), columns + 1) if columns % n == 0)
+    return x.unflatten(-1, (groups, columns // groups)).abs().amax(-1).amax(-1, keepdim=True)
 
 
 def quantize_matrix(x: Tensor) -> QuantizedMatrix:
