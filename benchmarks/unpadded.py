@@ -183,7 +183,7 @@ def compare_models(model: nn.Module, batch: TensorBatch, device: str) -> dict[st
 
 
 def mark_lengths_dynamic(batch: TensorBatch) -> None:
-    """Let torch.compile expect other lengths from the first batch on, so that it compiles each kind once."""
+    """Let torch.compile expect other lengths from the first batch on, so that it compiles fewer graphs."""
     documents = [value for value in batch.inputs.values() if isinstance(value, PackedDocuments)]
     tensors = [value for value in batch.inputs.values() if isinstance(value, Tensor)]
     for tensor in [*tensors, batch.labels, *(d.numbers for d in documents)]:

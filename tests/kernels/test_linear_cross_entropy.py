@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import monoblock as mb
 from monoblock.kernels import linear_cross_entropy as fused
-from monoblock.kernels.fp8_linear import fp8_products
+from monoblock.kernels.fp8_linear import fp8_products, quantize_matrix
 from monoblock.kernels.gpu import is_available
 from monoblock.training.loss import CrossEntropyLoss
 
@@ -62,23 +62,35 @@ def test_loss_and_gradients_are_those_of_the_two_layers(on_cpu, monkeypatch, max
 
 
 @pytest.mark.parametrize("max_logits", [1 << 29, 128 * 1088])
-def test_in_8_bits_loss_and_gradients_differ_by_the_rounding(on_cpu, monkeypatch, max_logits):
-    """Only the logits are computed from rounded factors."""
+def test_in_8_bits_the_logits_are_those_of_rounded_operands(on_cpu, monkeypatch, max_logits):
+    """The loss and the gradient of the weight are those of such logits, computed in fp64."""
     monkeypatch.setattr(fused, "MAX_LOGITS", max_logits)
     torch.manual_seed(0)
-    x, weight = torch.randn(300, 32).requires_grad_(), (0.2 * torch.randn(1030, 32)).requires_grad_()
+    x, weight = torch.randn(300, 32).bfloat16().requires_grad_(), (0.2 * torch.randn(1030, 32)).requires_grad_()
     labels = torch.randint(0, 1030, (300,))
     labels[::5] = IGNORE
     with torch.autocast("cpu", torch.bfloat16), fp8_products():
         loss = fused.linear_cross_entropy(x, weight, None, labels, ignore_index=IGNORE)
     found = torch.autograd.grad(loss, (x, weight))
-    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
-    expected_loss = F.cross_entropy(F.linear(*exact), labels, ignore_index=IGNORE, reduction="sum")
-    expected = torch.autograd.grad(expected_loss, exact)
-    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-2)
-    assert loss.item() != pytest.approx(expected_loss.item(), rel=1e-6)
-    for gradient, reference, bound in zip(found, expected, (0.05, 0.05), strict=True):
-        assert (gradient.double() - reference).norm() / reference.norm() < bound
+    rounded = [q.values.double() * q.scales for q in map(quantize_matrix, (x.detach(), weight.detach().bfloat16()))]
+    logits = (rounded[0] @ rounded[1].T).requires_grad_()
+    expected = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+    plain = F.cross_entropy(x.double() @ weight.double().T, labels, ignore_index=IGNORE, reduction="sum")
+    (gradient,) = torch.autograd.grad(expected, logits)
+    exact = (gradient @ weight.detach().double(), gradient.T @ x.detach().double())
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    assert abs(loss.item() - plain.item()) > 5 * abs(loss.item() - expected.item())
+    for one, other in zip(found, exact, strict=True):
+        assert (one.double() - other).norm() / other.norm() < 6e-3
+
+
+def test_a_width_that_is_no_multiple_of_16_is_multiplied_in_bfloat16(on_cpu):
+    torch.manual_seed(0)
+    x, weight, labels = torch.randn(40, 24).requires_grad_(), torch.randn(1030, 24), torch.randint(0, 1030, (40,))
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = fused.linear_cross_entropy(x, weight, None, labels, ignore_index=IGNORE)
+        with fp8_products():
+            assert fused.linear_cross_entropy(x, weight, None, labels, ignore_index=IGNORE) == plain
 
 
 def test_a_frozen_weight_has_no_gradient(on_cpu):

@@ -1,10 +1,12 @@
 """Linear layers with matrix products in 8-bit floating point (Micikevicius et al. 2022), for training on a GPU.
 
-`with fp8_products():` chooses them for the linear layers of blocks, for their outputs and for the gradients of their
-inputs, and for the logits of a language model; the hidden states between blocks are stored in bfloat16.  Every row of a
-factor is divided by a scale of its own, such that its largest number is the largest one of the format; the product is
-summed in fp32 and multiplied by the scales.  The gradient of a weight, a sum over all tokens, stays in bfloat16: for it
-both factors would be needed once more, in transposed order.
+Inside `with fp8_products():` and under autocast to bfloat16, the outputs of the linear layers of blocks and the
+gradients of their inputs are computed from operands in e4m3, with a scale for each row, such that the largest number of
+the row is the largest one of the format.  Products are summed in fp32 and multiplied by the scales.  So are the logits
+of a language model, with one scale for each matrix.  The hidden states between blocks are stored in bfloat16.
+
+The gradients of weights stay in bfloat16, because both operands would have to be quantized again, along the other axis.
+So do layers whose sizes are not multiples of SIZE_MULTIPLE, experts, and layers with hooks or adapters.
 """
 
 from __future__ import annotations
@@ -14,28 +16,34 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST_MAXIMUM = 1e-30  # of a row: its scale is not 0
-SIZE_MULTIPLE = 16  # the products need numbers of inputs and outputs that are multiples of it
-MAX_FAST_SUM = 4096  # numbers
-MAX_GROUP = 1024  # numbers
+SIZE_MULTIPLE = 16  # of inputs and outputs
+MAX_FAST_SUM = 4096  # terms of a sum that the tensor cores may add with fewer digits
+MAX_GROUP = 1024  # numbers of which torch.compile finds the maximum in one pass
 MIN_CAPABILITY = (8, 9)  # of the GPU (Ada)
 
 _is_enabled = False
 
 
 @contextlib.contextmanager
-def fp8_products() -> Iterator[None]:
-    """Compute the products of linear layers in 8 bits inside the `with` block, where `supports_fp8` holds."""
+def fp8_products(enabled: bool = True) -> Iterator[None]:
+    """Compute products in 8 bits inside the `with` block, or not; only training under autocast to bfloat16 changes."""
     global _is_enabled
-    before, _is_enabled = _is_enabled, True
+    before, _is_enabled = _is_enabled, enabled
     try:
         yield
     finally:
         _is_enabled = before
+
+
+def fp8_is_enabled() -> bool:
+    """Return whether this is inside a `with fp8_products():` block."""
+    return _is_enabled
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -43,26 +51,36 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
+def count_fp8_layers(module: nn.Module) -> int:
+    """Return the number of linear layers whose products can be computed in 8 bits."""
+    layers = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    return sum(_has_sizes(layer.weight) for layer in layers)
+
+
+def _has_sizes(weight: Tensor) -> bool:
+    return all(size % SIZE_MULTIPLE == 0 for size in weight.shape)
+
+
+def _is_active(device: str) -> bool:
+    if not (_is_enabled and torch.is_grad_enabled() and torch.is_autocast_enabled(device)):
+        return False
+    return torch.get_autocast_dtype(device) == torch.bfloat16
+
+
 def hidden_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which the hidden states between blocks are stored; x is the input of the first block."""
-    return torch.bfloat16 if _is_enabled and torch.is_grad_enabled() and x.is_floating_point() else x.dtype
+    """Return the dtype in which the hidden states x between blocks are stored."""
+    return torch.bfloat16 if _is_active(x.device.type) else x.dtype
 
 
 def wants_fp8(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the product of x (…, D) and weight (O, D) is to be computed in 8 bits.
-
-    It is in training only, inside `fp8_products` and under autocast to bfloat16.
-    """
-    if not (_is_enabled and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        return False
-    is_plain = type(weight) in (Tensor, torch.nn.Parameter)  # not split among processes
-    device = x.device.type
-    return is_plain and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    """Return whether the product of x (…, D) and weight (O, D) is to be computed in 8 bits, if its sizes allow it."""
+    is_plain = type(weight) in (Tensor, nn.Parameter)  # not split among processes
+    return _is_active(x.device.type) and is_plain and (x.requires_grad or weight.requires_grad)
 
 
 def supports_fp8(x: Tensor, weight: Tensor) -> bool:
     """Return whether `fp8_linear` is to be used for x (…, D) and weight (O, D), and can be."""
-    return wants_fp8(x, weight) and all(size % SIZE_MULTIPLE == 0 for size in weight.shape)
+    return wants_fp8(x, weight) and _has_sizes(weight)
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,6 +98,7 @@ class _Fp8Linear(torch.autograd.Function):
         return multiply(quantize_rows(x), quantize_rows(weight), bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
@@ -91,7 +110,7 @@ class _Fp8Linear(torch.autograd.Function):
 class QuantizedMatrix(NamedTuple):
     """A matrix of 8-bit numbers: the matrix is about values * scales."""
 
-    values: Tensor  # (N, K), e4m3 or e5m2
+    values: Tensor  # (N, K), e4m3
     scales: Tensor  # (N, 1) or (), fp32
 
     def rows(self, part: slice) -> QuantizedMatrix:
@@ -121,17 +140,19 @@ def _row_maxima(x: Tensor) -> Tensor:
 def quantize_matrix(x: Tensor) -> QuantizedMatrix:
     """Round a matrix (N, K) to e4m3 with one scale."""
     largest = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).clamp(min=SMALLEST_MAXIMUM)
-    return QuantizedMatrix((x * (E4M3_MAX / largest)).to(E4M3), largest / E4M3_MAX)
+    return QuantizedMatrix((x.float() * (E4M3_MAX / largest)).to(E4M3), largest / E4M3_MAX)
 
 
 def multiply(a: QuantizedMatrix, b: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
     """Return the product of a (N, K) and the transpose of b (M, K), plus bias (M,), in bfloat16.
 
-    Both have a scale for each row, or both have one scale.  Long sums are computed in full fp32, shorter ones by the
-    tensor cores, which keep fewer digits.
+    Both have a scale for each row, or both have one scale.
     """
-    if not a.values.is_cuda:
-        return multiply_plain(a, b, bias)
+    return (multiply_fused if a.values.is_cuda else multiply_plain)(a, b, bias)
+
+
+def multiply_fused(a: QuantizedMatrix, b: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
+    """Compute `multiply` with one kernel.  Long sums are added in full fp32."""
     return torch._scaled_mm(
         a.values,
         b.values.T,

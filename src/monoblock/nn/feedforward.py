@@ -76,4 +76,4 @@ class FeedForward(nn.Module):
         if should_fuse(x, layers):
             up, gate = fused_linear(x, layers)
             return up, gate
-        return self.up(x), self.gate(x)
+        return apply_linear(self.up, x), apply_linear(self.gate, x)

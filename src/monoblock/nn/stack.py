@@ -5,8 +5,10 @@ In a forward pass, blocks with the same attention configuration share an `Attent
 
 from __future__ import annotations
 
+import functools
 import operator
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary, StackConfig
-from monoblock.kernels.fp8_linear import hidden_dtype
+from monoblock.kernels.fp8_linear import fp8_is_enabled, fp8_products, hidden_dtype
 from monoblock.nn.attention import select_kept_heads
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
@@ -26,6 +28,13 @@ from monoblock.nn.norm import Norm, frozen_statistics
 from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
 from monoblock.nn.tap import Tap, apply_tap, tap_argument
 from monoblock.nn.token_positions import TokenPositions
+
+
+@contextmanager
+def _recomputation(block: nn.Module, fp8: bool) -> Iterator[None]:
+    """The state in which a block is recomputed during the backward pass: as in the forward pass, and counted once."""
+    with frozen_statistics(block), fp8_products(fp8):
+        yield
 
 
 class Stack(nn.Module):
@@ -108,7 +117,6 @@ class Stack(nn.Module):
 
         The output has the shape of x.
         """
-        x = x.to(hidden_dtype(x))
         writes: list[CacheWrite | None] = (
             [None] * len(self.block_order) if cache is None else list(cache.prepare_write(token_positions))
         )
@@ -116,6 +124,7 @@ class Stack(nn.Module):
         memory_context = self._memory_context(token_positions, memory_positions, cache, x)
         for layer, block in zip(self.layers, self.blocks, strict=True):
             kind, write = self.attention_config_index[layer], writes[layer]
+            x = x.to(hidden_dtype(x))
             context = contexts[kind] or self._attention_context(kind, token_positions, write, x)
             contexts[kind] = context
             x = self._run_block(
@@ -134,8 +143,9 @@ class Stack(nn.Module):
     def _run_block(self, block: Block, *inputs: Any, **options: Any) -> Tensor:
         if not (self.recompute and self.training and torch.is_grad_enabled()):
             return block(*inputs, **options)
+        recomputation = functools.partial(_recomputation, block, fp8_is_enabled())
         return checkpoint(
-            block, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), frozen_statistics(block)), **options
+            block, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), recomputation()), **options
         )
 
     @staticmethod

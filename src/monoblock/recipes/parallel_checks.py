@@ -40,8 +40,8 @@ def check_parallel(recipe: Recipe, processes: int, *, has_own_loss: bool = False
             f"model.norm=batch cannot be used with {name}, which does not share running statistics among processes; "
             "write train.parallel=ddp, or model.norm=layer"
         )
-    if section.precision == "fp16":
-        raise ConfigError(f"train.precision=fp16 cannot be used with {name}; write train.precision=bf16")
+    if section.precision in ("fp16", "fp8"):
+        raise ConfigError(f"train.precision={section.precision} cannot be used with {name}; write train.precision=bf16")
     if section.parallel == "pp" and has_own_loss:
         raise ConfigError(f"an objective with a loss of its own cannot be used with {name}; write train.parallel=fsdp")
     if recipe.lora.rank:

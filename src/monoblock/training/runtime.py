@@ -40,11 +40,8 @@ class RuntimeConfig:
         if self.autocast_dtype is None:
             yield
             return
-        with torch.autocast(self.device.type, self.autocast_dtype), self._products():
+        with torch.autocast(self.device.type, self.autocast_dtype), fp8_products(self.fp8):
             yield
-
-    def _products(self) -> contextlib.AbstractContextManager[None]:
-        return fp8_products() if self.fp8 else contextlib.nullcontext()
 
     def apply_torch_settings(self) -> None:
         """Set the global flags of torch for determinism and for the precision and library of matrix products."""
@@ -108,7 +105,9 @@ def _choose_precision(precision: str, device: torch.device) -> tuple[str, Decisi
             f"{did_you_mean(precision, AUTOCAST_DTYPES)}"
         )
     if precision == "fp8" and not has_fp8(device):
-        raise ConfigError(f"precision=fp8 needs a GPU with 8-bit tensor cores (Ada or newer), not {device}; use bf16")
+        raise ConfigError(
+            f"train.precision=fp8 needs a GPU with 8-bit tensor cores (Ada or newer), not {device}; use bf16"
+        )
     reason = REQUESTED
     if precision == "auto":
         precision, reason = ("bf16", "fast on a GPU") if device.type == "cuda" else ("fp32", CPU_PRECISION_REASON)
