@@ -8,7 +8,7 @@
 A step is forward pass, loss, backward pass, clipping and fused AdamW, compiled, under autocast to bfloat16, without
 dropout, on random tokens of one shape; that of Transformer base is recorded as CUDA graphs (`train.compile=graphs`).
 Ours uses the loss of the trainer; "fp8": with products of linear layers in 8 bits (`train.precision=fp8`).  MFU counts
-6 N + 12 L D T FLOPs a token against the 989 TFLOP/s of an H200 in bfloat16.  --smoke runs toy sizes, also without a GPU.
+6 N + 12 L D T FLOPs a token against the 989 TFLOP/s of an H200 in bfloat16.  --smoke runs toy sizes on any machine.
 """
 
 from __future__ import annotations

@@ -195,7 +195,8 @@ def gradient_of(model, inputs):
     return loss, torch.cat([g.flatten() for g in gradients if g is not None])
 
 
-# Products of a block (vaswani: on average): of few tokens, queries, keys and values are separate ones, as are the two of a gated network.
+# Products of a block (vaswani: on average).  With few tokens, those of queries, keys and values, or up and gate, are
+# separate.
 BLOCK_PRODUCTS = {"gpt2": (4, 6), "llama-7b": (4, 7), "vaswani-base": (6, 8), "mixtral-8x7b": (2, 4)}
 
 
