@@ -9,7 +9,10 @@ from monoblock.runs.recipe import read_recipe
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tp", "fsdp+tp", "pp"])
-@pytest.mark.parametrize("choice", ["train.adversarial=0.1", "train.precision=fp16", "lora.rank=2", "model.norm=batch"])
+@pytest.mark.parametrize(
+    "choice",
+    ["train.adversarial=0.1", "train.precision=fp16", "train.precision=fp8", "lora.rank=2", "model.norm=batch"],
+)
 def test_a_choice_that_needs_whole_weights_is_refused(strategy, choice):
     recipe = read_recipe("languages", [f"train.parallel={strategy}", choice])
     with pytest.raises(ConfigError, match=f"{choice.split('=')[0]}.*cannot be used with"):

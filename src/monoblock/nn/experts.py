@@ -112,6 +112,5 @@ class Experts(nn.Module):
         out = torch.zeros_like(x)
         for expert in range(self.experts_config.count):
             token, rank = (expert_ids == expert).nonzero(as_tuple=True)
-            weighted = self.run_expert(expert, x[token]) * weights[token, rank, None]
-            out = out.index_add(0, token, weighted.to(out.dtype))
+            out = out.index_add(0, token, self.run_expert(expert, x[token]) * weights[token, rank, None])
         return out
