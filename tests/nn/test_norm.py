@@ -97,6 +97,19 @@ def test_sixteen_bits_up_to_the_edge_are_normed_like_fp64(config, dtype, shape):
     torch.testing.assert_close(Norm(shape, config).to(dtype)(x).double(), expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_sixteen_bit_inputs_can_meet_weights_in_fp32(kind):
+    """As under autocast: a layer before may have returned 16 bits."""
+    torch.manual_seed(0)
+    norm = Norm(8, NormConfig(kind=kind))
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(3, 8).bfloat16()
+    found, expected = norm(x), norm.double()(x.double())
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - expected).norm() < 0.01 * expected.norm()
+
+
 def test_a_scale_in_fp32_is_rounded_once_when_the_cast_comes_after():
     """Gemma's order and Llama's differ in bf16: normed, scaled, rounded against normed, rounded, scaled."""
     x, weight = randn(211, 37, dtype=torch.bfloat16), randn(37, seed=1, dtype=torch.bfloat16)
