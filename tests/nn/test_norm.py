@@ -97,11 +97,11 @@ def test_sixteen_bits_up_to_the_edge_are_normed_like_fp64(config, dtype, shape):
     torch.testing.assert_close(Norm(shape, config).to(dtype)(x).double(), expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_sixteen_bit_inputs_can_meet_weights_in_fp32(kind):
+@pytest.mark.parametrize("config", CONFIGS, ids=config_id)
+def test_sixteen_bit_inputs_can_meet_weights_in_fp32(config):
     """As under autocast: a layer before may have returned 16 bits."""
     torch.manual_seed(0)
-    norm = Norm(8, NormConfig(kind=kind))
+    norm = Norm(8, config)
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(3, 8).bfloat16()
