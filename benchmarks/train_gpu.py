@@ -378,6 +378,8 @@ def main() -> None:
     if args.rows is not None and args.only != "steps":
         parser.error("--rows needs --only steps")
     text = args.text or Path(__file__)
+    if not text.is_file():
+        parser.error(f"--text {text} is not a file")
     if args.only == "steps":
         section = steps_section("Bare steps", [ROWS[n] for n in args.rows or range(len(ROWS))], args.smoke)
     elif args.only == "fp8":

@@ -284,4 +284,5 @@ def test_a_model_without_any_such_layer_is_an_error(width, is_error, monkeypatch
     }
     with pytest.raises(ConfigError, match="changes no layer of this model") if is_error else nullcontext():
         mb.train(recipe, out=tmp_path / "run", progress=False)
+    assert (tmp_path / "run").exists() != is_error
     torch.use_deterministic_algorithms(False)

@@ -304,3 +304,10 @@ def test_sinusoidal_positions_without_scaled_embeddings_are_said(recipe, tmp_pat
         mb.train(recipe, changes, out=tmp_path / name, progress=False, callbacks=[events.append])
         texts = [event.text for event in events if isinstance(event, WarningEvent)]
         assert len([text for text in texts if "embedding_scale=sqrt_width" in text]) == count
+
+
+def test_a_device_that_is_not_there_is_an_error_before_a_file_is_written(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(mb.ConfigError, match=r"train\.device=cuda is not available"):
+        mb.train(recipe, {"train.device": "cuda"}, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

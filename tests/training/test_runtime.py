@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from monoblock.errors import ConfigError
 from monoblock.kernels.cpu import onednn
-from monoblock.training.runtime import choose_runtime
+from monoblock.training.runtime import check_device, choose_runtime
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,17 @@ def test_matrix_products_of_a_run_do_not_change_the_library_of_later_ones(precis
         assert torch.backends.mkldnn.enabled == before
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("device", "words"), [("cuad", "'cuad' is not a device; write auto, cpu or cuda"), ("cuda:0", "torch finds no GPU")]
+)
+def test_a_device_that_is_not_there_is_an_error(device, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=words):
+        check_device(device)
+    check_device("auto")
+    check_device("cpu")
 
 
 def test_an_unknown_compile_option_is_an_error_that_lists_the_options():

@@ -32,7 +32,10 @@ _is_enabled = False
 
 @contextlib.contextmanager
 def fp8_products(enabled: bool = True) -> Iterator[None]:
-    """Compute products in 8 bits inside the `with` block, or not; only training under autocast to bfloat16 changes."""
+    """Compute the products of linear layers in 8 bits inside the `with` block, if `enabled`.
+
+    Only training under autocast to bfloat16 changes.
+    """
     global _is_enabled
     before, _is_enabled = _is_enabled, enabled
     try:
@@ -51,13 +54,12 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
-def count_fp8_layers(module: nn.Module) -> int:
-    """Return the number of linear layers whose products can be computed in 8 bits."""
-    layers = [part for part in module.modules() if isinstance(part, nn.Linear)]
-    return sum(_has_sizes(layer.weight) for layer in layers)
+def has_fp8_layer(module: nn.Module) -> bool:
+    """Return whether there is a linear layer whose products can be computed in 8 bits."""
+    return any(isinstance(part, nn.Linear) and _sizes_fit(part.weight) for part in module.modules())
 
 
-def _has_sizes(weight: Tensor) -> bool:
+def _sizes_fit(weight: Tensor) -> bool:
     return all(size % SIZE_MULTIPLE == 0 for size in weight.shape)
 
 
@@ -80,7 +82,7 @@ def wants_fp8(x: Tensor, weight: Tensor) -> bool:
 
 def supports_fp8(x: Tensor, weight: Tensor) -> bool:
     """Return whether `fp8_linear` is to be used for x (…, D) and weight (O, D), and can be."""
-    return wants_fp8(x, weight) and _has_sizes(weight)
+    return wants_fp8(x, weight) and _sizes_fit(weight)
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -107,23 +109,23 @@ class _Fp8Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad.sum(0).to(ctx.bias_dtype) if needs_bias else None
 
 
-class QuantizedMatrix(NamedTuple):
+class Fp8Matrix(NamedTuple):
     """A matrix of 8-bit numbers: the matrix is about values * scales."""
 
     values: Tensor  # (N, K), e4m3
     scales: Tensor  # (N, 1) or (), fp32
 
-    def rows(self, part: slice) -> QuantizedMatrix:
-        return QuantizedMatrix(self.values[part], self.scales[part] if self.scales.dim() else self.scales)
+    def rows(self, part: slice) -> Fp8Matrix:
+        return Fp8Matrix(self.values[part], self.scales[part] if self.scales.dim() else self.scales)
 
     def transposed_scales(self) -> Tensor:
         return self.scales.T if self.scales.dim() else self.scales
 
 
-def quantize_rows(x: Tensor) -> QuantizedMatrix:
+def quantize_rows(x: Tensor) -> Fp8Matrix:
     """Round a matrix (N, K) to e4m3 with a scale for each row.  A row with a NaN or an infinity becomes NaN."""
     largest = _row_maxima(x).float().clamp(min=SMALLEST_MAXIMUM)
-    return QuantizedMatrix((x.float() * (E4M3_MAX / largest)).to(E4M3).contiguous(), largest / E4M3_MAX)
+    return Fp8Matrix((x.float() * (E4M3_MAX / largest)).to(E4M3).contiguous(), largest / E4M3_MAX)
 
 
 def _row_maxima(x: Tensor) -> Tensor:
@@ -137,13 +139,13 @@ def _row_maxima(x: Tensor) -> Tensor:
     return x.unflatten(-1, (groups, columns // groups)).abs().amax(-1).amax(-1, keepdim=True)
 
 
-def quantize_matrix(x: Tensor) -> QuantizedMatrix:
+def quantize_matrix(x: Tensor) -> Fp8Matrix:
     """Round a matrix (N, K) to e4m3 with one scale."""
     largest = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).clamp(min=SMALLEST_MAXIMUM)
-    return QuantizedMatrix((x.float() * (E4M3_MAX / largest)).to(E4M3), largest / E4M3_MAX)
+    return Fp8Matrix((x.float() * (E4M3_MAX / largest)).to(E4M3), largest / E4M3_MAX)
 
 
-def multiply(a: QuantizedMatrix, b: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
+def multiply(a: Fp8Matrix, b: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
     """Return the product of a (N, K) and the transpose of b (M, K), plus bias (M,), in bfloat16.
 
     Both have a scale for each row, or both have one scale.
@@ -151,7 +153,7 @@ def multiply(a: QuantizedMatrix, b: QuantizedMatrix, bias: Tensor | None = None)
     return (multiply_fused if a.values.is_cuda else multiply_plain)(a, b, bias)
 
 
-def multiply_fused(a: QuantizedMatrix, b: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
+def multiply_fused(a: Fp8Matrix, b: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
     """Compute `multiply` with one kernel.  Long sums are added in full fp32."""
     return torch._scaled_mm(
         a.values,
@@ -164,7 +166,7 @@ def multiply_fused(a: QuantizedMatrix, b: QuantizedMatrix, bias: Tensor | None =
     )
 
 
-def multiply_plain(a: QuantizedMatrix, b: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
+def multiply_plain(a: Fp8Matrix, b: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
     """Compute `multiply` step by step, on any device."""
     product = (a.values.float() @ b.values.float().T) * a.scales * b.transposed_scales()
     return (product if bias is None else product + bias.to(torch.bfloat16)).to(torch.bfloat16)

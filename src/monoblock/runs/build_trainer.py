@@ -13,9 +13,7 @@ from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.data.batching.loader import BatchLoader
 from monoblock.data.batching.plans import BatchIndices, batch_for_rank
 from monoblock.errors import ConfigError
-from monoblock.kernels.fp8_linear import SIZE_MULTIPLE, count_fp8_layers
 from monoblock.nn.recurrent.lstm import Recurrent
-from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.strategy import Strategy
 from monoblock.parallel.world import World
@@ -53,11 +51,6 @@ def build_trainer(
     loss = build_loss(section, config, task, world.sum_tensor_over_data if world.size > 1 else None)
     if strategy.is_sharded and runtime.autocast_dtype == torch.float16:
         raise ConfigError(f"fp16 cannot be used with train.parallel={section.parallel}; write train.precision=bf16")
-    if runtime.fp8 and not any(count_fp8_layers(part) for part in model.modules() if isinstance(part, Stack)):
-        raise ConfigError(
-            f"train.precision=fp8 changes no layer of this model: it needs a Transformer with sizes that are multiples "
-            f"of {SIZE_MULTIPLE}; write train.precision=bf16"
-        )
     module = strategy.prepare(model, runtime.autocast_dtype)
 
     def evaluate(current: nn.Module) -> dict[str, float]:

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError
 from monoblock.interop.digest import compute_body_digest
+from monoblock.kernels.fp8_linear import SIZE_MULTIPLE, has_fp8_layer
 from monoblock.nn.recurrent.lstm import Recurrent
+from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.build_strategy import build_strategy
 from monoblock.parallel.strategy import Strategy
@@ -31,7 +33,7 @@ from monoblock.training.checkpoint import list_steps
 from monoblock.training.events import DecisionEvent
 from monoblock.training.metrics_file import MetricsWriter
 from monoblock.training.resume_state import seed_generators
-from monoblock.training.runtime import choose_runtime
+from monoblock.training.runtime import RuntimeConfig, check_device, choose_runtime
 
 DEFAULT_LSTM_CONTEXT = 64  # length of training blocks for an LSTM, whose context is unlimited
 
@@ -65,10 +67,11 @@ def prepare_run(
         initial = _build_model(plan, parts)
         strategy = _build_strategy(plan.recipe, world)
         strategy.check_model(initial.model)
+        runtime = _choose_runtime(plan.recipe.train, initial.model, world)
         if world.is_main and not resume:
             tokens = {} if plan.start is None else plan.start.special_tokens
             write_initial_files(folder, plan.recipe, plan.task, plan.config, plan.task_data, tokens)
-    run = _build_run(plan, initial, folder, parts, stop, tensorboard, strategy)
+    run = _build_run(plan, initial, folder, parts, stop, tensorboard, strategy, runtime)
     if resume:
         run.stored_recipe = read_stored_recipe(folder, task=plan.task)
     return run
@@ -141,18 +144,11 @@ def _build_run(
     stop: Callable[[], bool],
     tensorboard: bool,
     strategy: Strategy,
+    runtime: RuntimeConfig,
 ) -> Run:
     world = strategy.world
     task, start, task_data, original, recipe, config = plan
     section = recipe.train
-    runtime = choose_runtime(
-        section.device,
-        section.precision,
-        section.compile,
-        deterministic=section.deterministic,
-        steps=section.steps,
-        no_compile_reason=_no_compile_reason(section, world),
-    )
     model = initial.model
     if not strategy.is_sharded:  # else its parts are moved when it is split
         model.to(runtime.device)
@@ -179,6 +175,25 @@ def _build_run(
     if parts.optimizer is not None:
         run.custom_optimizer = type(trainer.optimizers.optimizers[0]).__name__
     return run
+
+
+def _choose_runtime(section: TrainSection, model: Transformer | Recurrent, world: World) -> RuntimeConfig:
+    """Choose device, precision and compilation; raise ConfigError if this machine or model cannot have them."""
+    check_device(section.device)
+    runtime = choose_runtime(
+        section.device,
+        section.precision,
+        section.compile,
+        deterministic=section.deterministic,
+        steps=section.steps,
+        no_compile_reason=_no_compile_reason(section, world),
+    )
+    if runtime.fp8 and not any(has_fp8_layer(part) for part in model.modules() if isinstance(part, Stack)):
+        raise ConfigError(
+            f"train.precision=fp8 changes no layer of this model: it needs a Transformer with sizes that are multiples "
+            f"of {SIZE_MULTIPLE}; write train.precision=bf16"
+        )
+    return runtime
 
 
 def _no_compile_reason(section: TrainSection, world: World) -> str | None:

@@ -91,6 +91,16 @@ def choose_runtime(
     )
 
 
+def check_device(device: str) -> None:
+    """Raise ConfigError unless "auto", or the name of a device that this machine has, is given."""
+    try:
+        kind = "cpu" if device == "auto" else torch.device(device).type
+    except RuntimeError:
+        raise ConfigError(f"train.device={device!r} is not a device; write auto, cpu or cuda") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"train.device={device} is not available: torch finds no GPU; write train.device=cpu")
+
+
 def _choose_device(device: str) -> tuple[torch.device, DecisionEvent]:
     has_gpu = torch.cuda.is_available()
     chosen = torch.device(("cuda" if has_gpu else "cpu") if device == "auto" else device)
@@ -106,7 +116,8 @@ def _choose_precision(precision: str, device: torch.device) -> tuple[str, Decisi
         )
     if precision == "fp8" and not has_fp8(device):
         raise ConfigError(
-            f"train.precision=fp8 needs a GPU with 8-bit tensor cores (Ada or newer), not {device}; use bf16"
+            f"train.precision=fp8 needs a GPU with 8-bit tensor cores (Ada or newer), not {device}; "
+            "write train.precision=bf16"
         )
     reason = REQUESTED
     if precision == "auto":
