@@ -12,6 +12,7 @@ So do layers whose sizes are not multiples of SIZE_MULTIPLE, experts, and layers
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from monoblock.kernels.gpu import is_available
+
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST_MAXIMUM = 1e-30  # of a row: its scale is not 0
 SIZE_MULTIPLE = 16  # of inputs and outputs
 MAX_FAST_SUM = 4096  # terms of a sum that the tensor cores may add with fewer digits
-MAX_GROUP = 1024  # numbers of which torch.compile finds the maximum in one pass
+MAX_FUSED, MAX_KERNEL = 1024, 16384  # numbers in a row: what torch.compile reads once, and what the kernel can
 MIN_CAPABILITY = (8, 9)  # of the GPU (Ada)
 
 _is_enabled = False
@@ -123,20 +126,45 @@ class Fp8Matrix(NamedTuple):
 
 
 def quantize_rows(x: Tensor) -> Fp8Matrix:
-    """Round a matrix (N, K) to e4m3 with a scale for each row.  A row with a NaN or an infinity becomes NaN."""
-    largest = _row_maxima(x).float().clamp(min=SMALLEST_MAXIMUM)
+    """Round a matrix (N, K) to e4m3 with a scale for each row.  Products of a row with a NaN or an infinity are NaN.
+
+    torch.compile joins the rounding of short rows with the function that computes x.  For long rows it would compute x
+    twice, so they have a kernel, if x is stored row by row.
+    """
+    if x.is_cuda and MAX_FUSED < x.shape[1] <= MAX_KERNEL and x.stride(1) == 1 and is_available():
+        return Fp8Matrix(*torch.ops.monoblock_python.quantize_rows(x))
+    return quantize_rows_plain(x)
+
+
+def quantize_rows_plain(x: Tensor) -> Fp8Matrix:
+    """Compute `quantize_rows` step by step, on any device."""
+    largest = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST_MAXIMUM)
     return Fp8Matrix((x.float() * (E4M3_MAX / largest)).to(E4M3).contiguous(), largest / E4M3_MAX)
 
 
-def _row_maxima(x: Tensor) -> Tensor:
-    """Return the largest absolute value of each row of x (N, K), as (N, 1).
+@torch.library.custom_op("monoblock_python::quantize_rows", mutates_args=())
+def _quantize_long_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values (N, K) and the scales (N, 1) of `quantize_rows`, by the kernel."""
+    N, K = x.shape
+    values = torch.empty(N, K, dtype=E4M3, device=x.device)
+    scales = torch.empty(N, 1, dtype=torch.float32, device=x.device)
+    _kernel()[(N,)](
+        x, values, scales, K, x.stride(0), E4M3_MAX, SMALLEST_MAXIMUM,
+        BLOCK=1 << (K - 1).bit_length(), num_warps=4 if K <= 4096 else 8,
+    )  # fmt: skip
+    return values, scales
 
-    Long rows take two steps: torch.compile computes the maxima of up to MAX_GROUP numbers in one pass, beside the
-    numbers themselves.
-    """
-    columns = x.shape[-1]
-    groups = next(n for n in range(-(-columns // MAX_GROUP), columns + 1) if columns % n == 0)
-    return x.unflatten(-1, (groups, columns // groups)).abs().amax(-1).amax(-1, keepdim=True)
+
+@_quantize_long_rows.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty((len(x), 1), dtype=torch.float32)
+
+
+@functools.cache
+def _kernel() -> Any:
+    from monoblock.kernels import triton_fp8
+
+    return triton_fp8.quantize_rows_kernel
 
 
 def quantize_matrix(x: Tensor) -> Fp8Matrix:
