@@ -316,7 +316,7 @@ def format_section(steps: list[dict[str, Any]], kernel: list[dict[str, Any]], ar
     row, breaks = steps[0], sum(counters["graph_break"].values())
     precision = "bf16 autocast, compiled" if args.device == "cuda" else "fp32"
     lines = [
-        "One GPU" if args.device == "cuda" else "CPU",
+        f"{'One GPU' if args.device == 'cuda' else 'CPU'}, batches of {row['batch']:,}",
         "",
         f"`python benchmarks/unpadded.py {shlex.join(sys.argv[1:])}`, {date.today()}, commit {commit()}: "
         f"{device_name()}, torch {torch.__version__}, {precision}; graph breaks: {breaks}. "

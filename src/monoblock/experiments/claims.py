@@ -86,8 +86,8 @@ CLAIMS = (
     Claim("E, exercise 8.9", "a Transformer trains faster than an LSTM", "language-models", (2,), "exercise-8-9"),
     Claim("A, why the Transformer won; C", "performance improves predictably with size", "scaling-law", (0, 2)),
     Claim("A, why the Transformer won; B §14", "pretraining transfers to tasks with few samples", "pretraining", (0,)),
-    Claim("D, back-translation", "synthetic pairs help", "backtranslation", (0,), "backtranslation"),
-    Claim("D, back-translation", "noise and tags make them more useful", "backtranslation", (4, 6)),
+    Claim("D, back-translation", "synthetic pairs help", "backtranslation", (0,)),
+    Claim("D, back-translation", "noise and tags make them more useful", "backtranslation", (4, 6, 7)),
     Claim("D, back-translation", "the balance of true and synthetic pairs matters", "backtranslation", (5,)),
     Claim("not in the documents", "a draft makes decoding faster without changing the text", "speculative", (0, 1)),
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from monoblock.experiments.frame.experiment import Experiment
-from monoblock.experiments.frame.results import Result
+from monoblock.experiments.frame.results import SPEED_KEYS, Result
 from monoblock.experiments.frame.rules import Conclusion
 from monoblock.metrics.format import format_metric
 
@@ -181,7 +181,8 @@ class Report:
         own = {*experiment.changes, *experiment.stand_in, *experiment.smoke}
         own |= {change for arm in experiment.arms for change in arm.changes}
         changes = self.results[0].settings.get("changes", ()) if self.results else ()
-        return [change for change in changes if change not in own and not change.startswith(CORPUS)]
+        left_out = {CORPUS, *(f"{key}=" for key in SPEED_KEYS)}
+        return [change for change in changes if change not in own and not change.startswith(tuple(left_out))]
 
     def to_markdown(self, picture: str | None = None) -> str:
         """Return the page of results: claim, tables, conclusion by the rules, and how it was measured."""
