@@ -138,7 +138,10 @@ def list_implementations() -> list[Implementation]:
         Implementation(
             "int8  our kernel, one group per row", lambda w: pack_groups(8, w.shape[1])(w), monoblock_kernel("int8")
         ),
-        Implementation("int4  our kernel, groups of 32", pack_groups(4, 32), monoblock_kernel("int4")),
+        *(
+            Implementation(f"int4  our kernel, groups of {size}", pack_groups(4, size), monoblock_kernel("int4"))
+            for size in (32, 64, 128)
+        ),
     ]
 
 
