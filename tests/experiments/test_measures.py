@@ -14,6 +14,7 @@ from monoblock.experiments.costs.scale import jacobian_norm
 from monoblock.experiments.costs.sparse import Options as SparseOptions
 from monoblock.experiments.costs.time_and_memory import saved_bytes
 from monoblock.experiments.frame.training import training_metrics
+from monoblock.experiments.models import backtranslation
 from monoblock.experiments.models.gradients import initial_norms
 from monoblock.experiments.models.norms import neighbour_change
 from monoblock.experiments.models.scaling_law import fit_line, predict_last, summarize
@@ -55,6 +56,28 @@ def test_the_fit_recovers_a_power_law():
     x, y = np.random.default_rng(0).normal(size=(2, 9))
     (slope, _), covariance = np.polyfit(x, y, 1, cov=True)
     assert fit_line(x, y) == pytest.approx((slope, math.sqrt(covariance[0, 0])))
+
+
+def test_the_curve_of_a_method_of_back_translation_starts_without_synthetic_pairs():
+    results = {
+        arm: {seed: {"bleu_lowercased": bleu + seed, "chrf": 50.0} for seed in seeds}
+        for arm, bleu, seeds in (
+            ("none", 10.0, (1, 2)),
+            ("beam-0.5", 20.0, (1,)),
+            ("beam", 30.0, (1, 2)),
+            ("beam-4", 40.0, (1, 2)),
+            ("tagged", 25.0, (1, 2)),
+        )
+    }
+    found = backtranslation.summarize(results)
+    assert found == {  # tagged has two points, which are in the table already
+        "beam": {
+            1: {"bleu_lowercased": 31.0, "chrf": 50.0, "bleu_by_ratio": {"0": 11.0, "0.5": 21.0, "1": 31.0, "4": 41.0}},
+            2: {"bleu_lowercased": 32.0, "chrf": 50.0, "bleu_by_ratio": {"0": 12.0, "1": 32.0, "4": 42.0}},
+        }
+    }
+    del results["beam"]  # the arm that would have the curve
+    assert backtranslation.summarize(results) == {}
 
 
 def test_the_cache_saves_66_times_the_positions():

@@ -5,6 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import monoblock as mb
 from monoblock.errors import ConfigError
@@ -45,14 +47,39 @@ def test_rounded_rows_are_those_of_the_definition_of_e4m3():
 
 
 def test_rows_of_any_length_and_size_are_rounded_by_their_own_maximum():
-    """Rows of 3,072 numbers are searched in parts; gradients are often far below 1."""
+    """Gradients are often far below 1."""
     torch.manual_seed(0)
     x = torch.randn(6, 3072) * torch.tensor([1e-20, 1e-9, 1e-3, 1.0, 1e3, 1e9])[:, None]
-    x[torch.arange(6), torch.tensor([5, 1100, 2300, 3071, 1023, 1024])] *= 100  # the maximum is in another part each
+    x[torch.arange(6), torch.tensor([5, 1100, 2300, 3071, 1023, 1024])] *= 100  # the maximum is in another place each
     values, scales = fp8.quantize_rows(x)
     assert torch.equal(values.float().abs().amax(-1), torch.full((6,), 448.0))
     for row in range(6):
         assert relative_error(values[row].double() * scales[row], round_rows(x.double())[row]) < 1e-3
+
+
+class RecordOperators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("columns", "step", "uses_kernel"),
+    [(512, 1, False), (1040, 1, True), (16384, 1, True), (16400, 1, False), (3072, 2, False)],
+)
+def test_on_a_gpu_long_rows_are_rounded_by_the_kernel(columns, step, uses_kernel, monkeypatch):
+    """The kernel is not run here: only its choice, and the shapes and dtypes that torch.compile is told."""
+    monkeypatch.setattr(fp8, "is_available", lambda: True)
+    with FakeTensorMode(), RecordOperators() as record:
+        x = torch.empty_strided((8, columns), (step * columns, step), device="cuda", dtype=BF16)
+        found, plain = fp8.quantize_rows(x), fp8.quantize_rows_plain(x)
+    assert ("monoblock_python.quantize_rows.default" in record.names) == uses_kernel
+    for one, other in zip(found, plain, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
 
 def test_a_matrix_with_one_scale_is_rounded_once():

@@ -224,7 +224,8 @@ def summarize(results: SeedResults) -> SeedResults:
     found: dict[str, dict[int, Metrics]] = {}
     for method in METHODS:
         names = {"0": "none"} | {ratio: _arm_name(method, ratio) for ratio in RATIOS}
-        if method == "none" or sum(name in results for name in names.values()) < MIN_POINTS:
+        num_points = sum(name in results for name in names.values())
+        if method == "none" or method not in results or num_points < MIN_POINTS:
             continue
         found[method] = {
             seed: {
@@ -235,7 +236,7 @@ def summarize(results: SeedResults) -> SeedResults:
                     if seed in results.get(name, {})
                 },
             }
-            for seed, metrics in results.get(method, {}).items()
+            for seed, metrics in results[method].items()
         }
     return found
 
