@@ -69,13 +69,14 @@ def test_recomputed_activations_change_no_gradient(name):
     model = mb.Transformer(tiny_config(name)).double().train()
     inputs = [i.double() if i.is_floating_point() else i for i in example_inputs(model)]
     runs = []
-    for mode in (False, True):
+    for mode in (False, True, "selective"):
         model.recompute(mode).zero_grad()
         torch.manual_seed(7)  # for dropout
         model(*inputs).square().mean().backward()
         runs.append([p.grad.clone() for p in model.parameters()])
-    for plain, recomputed in zip(*runs, strict=True):
+    for plain, recomputed, selective in zip(*runs, strict=True):
         assert_bit_equal(plain, recomputed)
+        assert_bit_equal(plain, selective)
 
 
 @pytest.mark.parametrize("name", law_names())

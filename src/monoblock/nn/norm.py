@@ -106,6 +106,11 @@ class Norm(nn.Module):
         return normed if self.bias is None else normed + self.bias
 
 
+def has_statistics(module: nn.Module) -> bool:
+    """Return whether there is a batch norm in a module."""
+    return any(part.running_mean is not None for part in module.modules() if isinstance(part, Norm))
+
+
 @contextmanager
 def frozen_statistics(module: nn.Module) -> Iterator[None]:
     """Keep the running statistics of all batch norms in a module as they are, while its forward pass is repeated."""

@@ -5,18 +5,15 @@ In a forward pass, blocks with the same attention configuration share an `Attent
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary, StackConfig
-from monoblock.kernels.fp8_linear import fp8_is_enabled, fp8_products, hidden_dtype
+from monoblock.kernels.fp8_linear import hidden_dtype
+from monoblock.nn.activation_checkpointing import CheckpointMode, run_checkpointed
 from monoblock.nn.attention import select_kept_heads
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
@@ -24,17 +21,10 @@ from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.masks import Mask, everything, mask_from_config, same_document
 from monoblock.nn.module_hooks import weight_if_plain
-from monoblock.nn.norm import Norm, frozen_statistics
+from monoblock.nn.norm import Norm
 from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
 from monoblock.nn.tap import Tap, apply_tap, tap_argument
 from monoblock.nn.token_positions import TokenPositions
-
-
-@contextmanager
-def _recomputation(block: nn.Module, fp8: bool) -> Iterator[None]:
-    """The state in which a block is recomputed during the backward pass: as in the forward pass, and counted once."""
-    with frozen_statistics(block), fp8_products(fp8):
-        yield
 
 
 class Stack(nn.Module):
@@ -45,7 +35,7 @@ class Stack(nn.Module):
         self.config = config
         self.block_order = _block_order(config)
         self.layers = range(len(self.block_order))  # the layers that this stack runs (see `keep_layers`)
-        self.recompute = False  # activation checkpointing in training
+        self.recompute: CheckpointMode = False  # activation checkpointing in training
         for number in sorted(set(self.block_order)):
             self.add_module(str(number), block_class(list(config.layers())[number]))
         self.norm = Norm(config.width, config.norm) if config.norm is not None else None
@@ -143,10 +133,7 @@ class Stack(nn.Module):
     def _run_block(self, block: Block, *inputs: Any, **options: Any) -> Tensor:
         if not (self.recompute and self.training and torch.is_grad_enabled()):
             return block(*inputs, **options)
-        recomputation = functools.partial(_recomputation, block, fp8_is_enabled())
-        return checkpoint(
-            block, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), recomputation()), **options
-        )
+        return run_checkpointed(block, *inputs, mode=self.recompute, **options)
 
     @staticmethod
     def _memory_context(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import SEQUENCE_HEADS
 from monoblock.errors import InputError, with_article
+from monoblock.nn.activation_checkpointing import CheckpointMode
 from monoblock.nn.block import Block
 from monoblock.nn.embedding import Embedding, PatchEmbedding, build_input, tied_table
 from monoblock.nn.heads import Head, OutputLinear
@@ -177,8 +178,11 @@ class Transformer(nn.Module):
         """The device of the weights; a quantized model may have no parameters, only buffers."""
         return next(itertools.chain(self.parameters(), self.buffers())).device
 
-    def recompute(self, mode: bool = True) -> Self:
-        """Turn activation checkpointing on or off: whether training recomputes each block in the backward pass."""
+    def recompute(self, mode: CheckpointMode = True) -> Self:
+        """Turn activation checkpointing on or off: whether training recomputes each block in the backward pass.
+
+        "selective" keeps the outputs of matrix products and attention, and recomputes only what is cheap.
+        """
         for stack in self._stacks:
             stack.recompute = mode
         return self

@@ -150,7 +150,8 @@ class TrainSection:
     compile: Literal["auto", "yes", "no", "graphs"] = "auto"  # whether to use torch.compile; "graphs": with CUDA graphs
     device: str = "auto"  # such as "cpu" or "cuda"; "auto": a GPU if there is one
     deterministic: bool = False  # use deterministic algorithms, which can be slower
-    activation_checkpointing: bool = False  # recompute activations in the backward pass to save memory
+    # Recompute activations in the backward pass to save memory; "selective": only those that are cheap to compute
+    activation_checkpointing: bool | Literal["selective"] = False
     parallel: Literal["ddp", "fsdp", "tp", "fsdp+tp", "pp"] = "ddp"  # how several processes share the model
     seed: int = 1  # of the initial weights, the order of the data, dropout and augmentation
     workers: int = 0  # number of processes that prepare batches; 0: the training process prepares them

@@ -154,7 +154,7 @@ def _build_run(
         model.to(runtime.device)
     world.seed_process(section.seed)
     if section.activation_checkpointing and isinstance(model, Transformer):
-        model.recompute()
+        model.recompute(section.activation_checkpointing)
     optimizer = None if parts.optimizer is None else parts.build_optimizer
     trainer = build_trainer(recipe, folder, task, task_data, model, config, runtime, stop, strategy, optimizer)
     trainer.identity = run_identity(original, task, config, task_data, start)

@@ -1,0 +1,68 @@
+"""Activation checkpointing: training keeps few activations of a block and recomputes the others in the backward pass.
+
+    True          keeps the input of the block only (Chen et al. 2016): least memory, a third more computation
+    "selective"   also keeps the outputs of matrix products and attention, which are expensive to compute, and
+                  recomputes the rest: norms, activation functions and dropout.  A block with batch norms is recomputed
+                  as with True, because torch requires the same operators, and their statistics are not updated again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from monoblock.kernels.fp8_linear import fp8_is_enabled, fp8_products
+from monoblock.nn.norm import frozen_statistics, has_statistics
+
+CheckpointMode = bool | Literal["selective"]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+KERNEL_NAMESPACES = ("monoblock", "monoblock_python")
+KEPT_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution")  # of aten, besides attention
+
+
+def run_checkpointed(block: nn.Module, *inputs: Any, mode: CheckpointMode, **options: Any) -> Tensor:
+    """Run a block in training, and recompute it in the backward pass as far as `mode` says."""
+    if not torch.compiler.is_compiling():
+        options["context_fn"] = functools.partial(_eager_contexts, block, mode, fp8_is_enabled())
+    elif mode == "selective":  # torch.compile recomputes operators, not the block, so there is no state to restore
+        options["context_fn"] = _selective_contexts
+    out: Tensor = checkpoint(block, *inputs, use_reentrant=False, **options)
+    return out
+
+
+def _selective_contexts() -> Contexts:
+    return create_selective_checkpoint_contexts(_choose_policy)
+
+
+def _choose_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return whether the outputs of an operator are kept."""
+    namespace, name = _operator_name(operator)
+    is_kept = "attention" in name or name in KEPT_OPERATORS or namespace in KERNEL_NAMESPACES
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _operator_name(operator: Any) -> tuple[str, str]:
+    """Return namespace and name of an operator, without its overload: ("aten", "addmm")."""
+    if isinstance(operator, torch._ops.OpOverload):
+        return operator.namespace, operator._schema.name.split("::")[1]
+    return "", str(operator)  # a higher-order operator, such as flex_attention
+
+
+def _eager_contexts(block: nn.Module, mode: CheckpointMode, fp8: bool) -> Contexts:
+    """Return the contexts of the forward pass and of the recomputation."""
+    is_selective = mode == "selective" and not has_statistics(block)
+    forward, recomputation = _selective_contexts() if is_selective else (nullcontext(), nullcontext())
+    return forward, _restored_state(block, fp8, recomputation)
+
+
+@contextmanager
+def _restored_state(block: nn.Module, fp8: bool, recomputation: AbstractContextManager[Any]) -> Iterator[None]:
+    """The state in which a block is recomputed: as in the forward pass, and its batch is counted once."""
+    with frozen_statistics(block), fp8_products(fp8), recomputation:
+        yield

@@ -1,0 +1,65 @@
+"""What activation checkpointing recomputes, also in compiled models; tests/laws/test_compiled.py compares gradients."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import monoblock as mb
+from monoblock.runs.recipe import read_recipe
+
+
+class CountOperators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function._schema.name.split("::")[1]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def build_model(**changes):
+    torch.manual_seed(0)
+    return mb.Transformer(mb.gpt(vocab=32, width=64, depth=3, heads=2, context=16, **changes)).train()
+
+
+def train_step(model, mode):
+    ids = torch.arange(32).view(2, 16)
+    model.recompute(mode).zero_grad()
+    model(ids).square().mean().backward()
+    return [weight.grad.clone() for weight in model.parameters()]
+
+
+def count_operators(mode):
+    model = build_model()
+    with CountOperators() as counter:
+        train_step(model, mode)
+    counts = counter.counts
+    attention = sum(number for name, number in counts.items() if "attention" in name and "backward" not in name)
+    return counts["mm"] + counts["addmm"], attention, counts["native_layer_norm"]
+
+
+def test_selective_checkpointing_recomputes_norms_but_no_product_and_no_attention():
+    products, attentions, norms = count_operators(False)
+    assert (attentions, norms) == (3, 7)
+    assert count_operators("selective") == (products, attentions, norms + 6)
+    # Recomputation stops at the last tensor that is needed: all products of a block but that of `down` are repeated.
+    assert count_operators(True) == (products + 3 * 5, 2 * attentions, norms + 6)
+
+
+@pytest.mark.parametrize("mode", [True, "selective"])
+def test_checkpointing_of_a_compiled_model_changes_no_gradient(mode):
+    model = build_model()
+    expected = train_step(model, False)
+    compiled = torch.compile(model.recompute(mode), backend="aot_eager", fullgraph=True)
+    model.zero_grad()
+    compiled(torch.arange(32).view(2, 16)).square().mean().backward()
+    for weight, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(weight.grad, grad)
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(mb.ConfigError, match=r"activation_checkpointing='selectiv' .*selective"):
+        read_recipe("gpt-tiny", ["train.activation_checkpointing=selectiv"])
