@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
+import sys
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -19,6 +22,17 @@ def commit() -> str:
         return os.environ["COMMIT"]
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def command_line() -> str:
+    """Return the command that runs this program with its arguments; of a path, only its last part."""
+    words = [word if word.startswith("-") else Path(word).name if "/" in word else word for word in sys.argv[1:]]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+
+
+def source() -> str:
+    """Return where a table comes from: command, date, commit, machine and version of torch."""
+    return f"`{command_line()}`, {date.today()}, commit {commit()}: {device_name()}, torch {torch.__version__}"
 
 
 def print_report(lines: list[str], out: Path | None) -> None:

@@ -24,17 +24,14 @@ from __future__ import annotations
 
 import argparse
 import random
-import shlex
-import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from _report import commit, device_name, write_section
+from _report import source, write_section
 from torch.profiler import ProfilerActivity, profile
 from translate_real import to_transformers
 
@@ -338,8 +335,7 @@ def profile_step(args: argparse.Namespace) -> None:
 
 
 def provenance() -> str:
-    call = f"python benchmarks/beam_gpu.py {shlex.join(sys.argv[1:])}".strip()
-    return f"`{call}`, {date.today()}, commit {commit()}: {device_name()}, torch {torch.__version__}."
+    return f"{source()}."
 
 
 def main() -> None:

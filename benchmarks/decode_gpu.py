@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _report import commit
+from _report import command_line, commit
 
 import monoblock as mb
 from monoblock.config.model import ModelConfig
@@ -339,8 +339,8 @@ def main() -> None:
         rows.append(row)
     lines = [
         f"Tokens per second, {PROMPT} + {NEW}, {torch.cuda.get_device_name()}, torch {torch.__version__}",
-        f"(`python benchmarks/decode_gpu.py`, {date.today()}, commit {commit()}). Models are arranged by "
-        "`mb.optimize`; activations are in bf16. "
+        f"(`{command_line()}`, {date.today()}, commit {commit()}). Models are arranged by `mb.optimize`; activations "
+        "are in bf16, and with 8 and 4 bits the vector of each product is rounded to 8 bits in blocks of 32. "
         f"With 8 bits {QUANTIZED_GROUPS[8]} weights share a scale, with 4 bits {QUANTIZED_GROUPS[4]}.",
         "",
     ]

@@ -12,17 +12,15 @@ take somewhat longer. The shapes are those of GPT-2 124M and of a LLaMA with 7B 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from _report import commit, device_name, write_section
+from _report import source, write_section
 from torch import Tensor
 
 from monoblock.kernels.gpu import argmax, gated_activation, gated_linear, linear, norm
@@ -176,8 +174,7 @@ def main() -> None:
         print(lines[-1], flush=True)
         torch.cuda.empty_cache()
     if args.write:
-        command = shlex.join(["python", "benchmarks/kernels_gpu.py", *sys.argv[1:]])
-        about = f"`{command}`, {date.today()}, commit {commit()}: {device_name()}, torch {torch.__version__}."
+        about = f"{source()}."
         write_section(RESULTS, "Kernels of a decoding step", "\n\n".join(["Kernels", about, "\n".join(lines)]))
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from _fake_group import sharded_state_bytes, step_peak_bytes
-from _report import device_name, write_section
+from _report import commit, device_name, write_section
 
 import monoblock as mb
 from monoblock.accounting.report import account
@@ -126,11 +126,12 @@ def _row(name: str, case: Case, planned: int, allocated: int) -> dict[str, Any]:
 # -- report ----------------------------------------------------------------------------------------------------------
 
 
-def format_section(title: str, command: str, rows: list[dict[str, Any]], source: str) -> str:
+def format_section(title: str, command: str, rows: list[dict[str, Any]], machine: str) -> str:
     lines = [
         title,
         "",
-        f"`python benchmarks/planned_memory.py{command} --write`, {date.today()}: {source}, torch {torch.__version__}.",
+        f"`python benchmarks/planned_memory.py{command} --write`, {date.today()}, commit {commit()}: {machine}, "
+        f"torch {torch.__version__}.",
         "",
         "| what | batch | planned, MiB | allocated, MiB | error |",
         "|---|---|---|---|---|",

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import statistics
 import subprocess
 import sys
@@ -24,13 +23,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _report import commit, device_name, write_section
+from _report import source, write_section
 from torch import Tensor, nn
 
 import monoblock as mb
@@ -40,7 +38,6 @@ from monoblock.training.loss import CrossEntropyLoss
 RESULTS = Path(__file__).with_name("results") / "train-h200.md"
 PEAK_FLOPS = 989e12
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMOKE = not torch.cuda.is_available()
 
 
 def llama_config(smoke: bool) -> mb.ModelConfig:
@@ -194,10 +191,6 @@ def time_steps(step: Callable[[], Tensor], repeats: int = 20, warmup: int = 5) -
     return statistics.median(means)
 
 
-def flops_per_token(model: nn.Module, length: int, depth: int, width: int) -> float:
-    return 6 * sum(weight.numel() for weight in model.parameters()) + 12 * depth * width * length
-
-
 def measure_row(work: str, batch: int, who: str, build: Callable[..., Any], smoke: bool) -> dict[str, float]:
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -222,16 +215,17 @@ def is_ours(who: str) -> bool:
 
 def steps_section(title: str, rows: list[Any], smoke: bool) -> str:
     torch.set_float32_matmul_precision("high")
-    lines = [*heading(title, shlex.join(["python", "benchmarks/train_gpu.py", *sys.argv[1:]])), ""]
+    lines = [*heading(title), "", "MFU counts against the peak in bfloat16, also with products in 8 bits.", ""]
     lines += ["| model | batch | | parameters | ms per step | target tokens/s | of the peer | MFU | peak, GiB |"]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     measured = []
     for work, batch, who, build in rows:
         measured.append((work, batch, who, measure_row(work, batch, who, build, smoke)))
         print(f"{work}, {batch}, {who}: {measured[-1][3]['speed']:,.0f} tokens/s", file=sys.stderr, flush=True)
-    peers = {work: row["speed"] for work, _, who, row in measured if not is_ours(who)}
+    peers = {(work, batch): row["speed"] for work, batch, who, row in measured if not is_ours(who)}
     for work, batch, who, row in measured:
-        ratio = f"{row['speed'] / peers[work]:.2f} ×" if is_ours(who) and work in peers else ""
+        peer = peers.get((work, batch)) if is_ours(who) else None
+        ratio = "" if peer is None else f"{row['speed'] / peer:.2f} ×"
         is_decoder = "base" not in work
         flops = 6 * row["parameters"] + (12 * 12 * 768 * 1024 if is_decoder else 0)
         mfu = f"{row['speed'] * flops / PEAK_FLOPS:.1%}" if is_decoder and not smoke else ""
@@ -243,15 +237,15 @@ def steps_section(title: str, rows: list[Any], smoke: bool) -> str:
     return "\n".join(lines)
 
 
-def heading(title: str, command: str) -> list[str]:
-    return [title, "", f"`{command}`, {date.today()}, commit {commit()}: {device_name()}, torch {torch.__version__}."]
+def heading(title: str) -> list[str]:
+    return [title, "", f"{source()}."]
 
 
 # -- monoblock train ------------------------------------------------------------------------------------------------
 
 
 def trainer_section(smoke: bool, text: Path, tokenizer: Path | None) -> str:
-    """Compare the steps of `monoblock train gpt2-124m` with bare steps of the same model, in turns."""
+    """Compare the steps of `monoblock train gpt2-124m` with bare steps of the same model afterwards."""
     batch, steps = (2, 6) if smoke else (32, 120)
     words = ["train", "gpt2-124m", f"data.corpus={text}", f"train.batch={batch}", "train.accumulate=1"]
     words += [f"train.steps={steps}", f"train.warmup={steps // 2}", "train.sample_every=0", "train.eval_every=0"]
@@ -270,7 +264,7 @@ def trainer_section(smoke: bool, text: Path, tokenizer: Path | None) -> str:
     model, loss, tokens = build_decoder(config, batch, smoke)
     torch.set_float32_matmul_precision("high")
     bare = time_steps(make_step(model, loss, compiled=not smoke), *((1, 1) if smoke else ()))
-    lines = heading("`monoblock train` and the bare step", "python benchmarks/train_gpu.py --only trainer --write")
+    lines = heading("`monoblock train` and the bare step")
     lines += [
         "",
         f"gpt2-124m, {batch} × {tokens // batch:,} tokens a step, {config.input.vocab:,} types, compiled; "
@@ -301,9 +295,7 @@ def curves_section(smoke: bool, text: Path) -> str:
         )
     }
     plain = losses["plain"]
-    lines = heading(
-        "Loss of the plain and the fast path", "python benchmarks/train_gpu.py --only curves --text FILE --write"
-    )
+    lines = heading("Loss of the plain and the fast path")
     lines += [
         "",
         f"GPT-2 124M on the bytes of {text.name} (256 of its 50,257 types occur), {steps} steps of {batch} × {length}, "
@@ -377,11 +369,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.rows is not None and args.only != "steps":
         parser.error("--rows needs --only steps")
+    if args.rows is not None and not all(0 <= row < len(ROWS) for row in args.rows):
+        parser.error(f"--rows takes numbers from 0 to {len(ROWS) - 1}")
     text = args.text or Path(__file__)
     if not text.is_file():
         parser.error(f"--text {text} is not a file")
     if args.only == "steps":
-        section = steps_section("Bare steps", [ROWS[n] for n in args.rows or range(len(ROWS))], args.smoke)
+        title = "Bare steps" if args.rows is None else f"Bare steps, rows {', '.join(map(str, args.rows))}"
+        section = steps_section(title, [ROWS[n] for n in args.rows or range(len(ROWS))], args.smoke)
     elif args.only == "fp8":
         section = steps_section("Bare steps, products in 8 bits", FP8_ROWS, args.smoke)
     elif args.only == "trainer":
@@ -389,7 +384,7 @@ def main() -> None:
     else:
         section = curves_section(args.smoke, text)
     print(section)
-    if args.write:
+    if args.write and not args.smoke:
         write_section(RESULTS, "Training on the H200", section)
 
 

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from _report import commit, device_name, write_section
+from _report import source, write_section
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -318,8 +316,7 @@ def format_section(steps: list[dict[str, Any]], kernel: list[dict[str, Any]], ar
     lines = [
         f"{'One GPU' if args.device == 'cuda' else 'CPU'}, batches of {row['batch']:,}",
         "",
-        f"`python benchmarks/unpadded.py {shlex.join(sys.argv[1:])}`, {date.today()}, commit {commit()}: "
-        f"{device_name()}, torch {torch.__version__}, {precision}; graph breaks: {breaks}. "
+        f"{source()}, {precision}; graph breaks: {breaks}. "
         f"Batches of {row['batch']} with the lengths of Multi30k in random order, {row['steps']} different batches "
         f"after warm-up, rounds in turns: {args.rounds}. Times are the best of all rounds, ratios the "
         "median within a round. Tokens are those of the targets for vaswani, of the texts for bert, without "

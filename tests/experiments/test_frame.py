@@ -260,6 +260,30 @@ def test_a_rule_reads_points_of_curves():
 # -- pages ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_page_does_not_replace_results_that_it_leaves_out(tmp_path):
+    report, _ = run(tmp_path / "run")
+    _, lines, *_ = write_page(report, tmp_path)
+    before = lines.read_text()
+    write_page(report, tmp_path)  # the same results: nothing would be lost
+    fewer = replace(report, results=tuple(result for result in report.results if result.arm != "old"))
+    with pytest.raises(ConfigError, match=r"has 3 results that this call would delete \(arms old\)"):
+        write_page(fewer, tmp_path)
+    assert lines.read_text() == before
+
+
+def test_the_page_names_keys_of_speed_that_differ_between_trials(tmp_path):
+    first, second, *_ = run(tmp_path / "run")[0].results
+    settings = [
+        {**first.settings, "changes": [*first.settings.get("changes", ()), f"train.compile={word}"]}
+        for word in ("no", "graphs")
+    ]
+    pair = (replace(first, settings=settings[0]), replace(second, settings=settings[1]))
+    text = Report(EXPERIMENT, pair).to_markdown()
+    assert "Trials differ in `train.compile`." in text
+    assert "train.compile=" not in text
+    assert "train.compile=no" in Report(EXPERIMENT, pair[:1]).to_markdown()
+
+
 def test_the_page_has_tables_conclusions_and_circumstances(tmp_path):
     report, _ = run(tmp_path / "run")
     assert [conclusion.verdict for conclusion in report.conclusions()] == ["confirmed", "contradicted"]

@@ -67,16 +67,22 @@ def test_the_curve_of_a_method_of_back_translation_starts_without_synthetic_pair
             ("beam", 30.0, (1, 2)),
             ("beam-4", 40.0, (1, 2)),
             ("tagged", 25.0, (1, 2)),
+            ("tagged-4", 35.0, (1,)),
         )
     }
     found = backtranslation.summarize(results)
-    assert found == {  # tagged has two points, which are in the table already
-        "beam": {
-            1: {"bleu_lowercased": 31.0, "chrf": 50.0, "bleu_by_ratio": {"0": 11.0, "0.5": 21.0, "1": 31.0, "4": 41.0}},
-            2: {"bleu_lowercased": 32.0, "chrf": 50.0, "bleu_by_ratio": {"0": 12.0, "1": 32.0, "4": 42.0}},
-        }
+    assert set(found) == {"beam", "tagged"}
+    assert found["beam"][1] == {
+        "bleu_lowercased": 31.0,
+        "chrf": 50.0,
+        "bleu_by_ratio": {"0": 11.0, "0.5": 21.0, "1": 31.0, "4": 41.0},
     }
+    assert found["beam"][2]["bleu_by_ratio"] == {"0": 12.0, "1": 32.0, "4": 42.0}
+    assert found["tagged"][1]["bleu_by_ratio"] == {"0": 11.0, "1": 26.0, "4": 36.0}
+    assert found["tagged"][1]["bleu_minus_beam"] == {"1": -5.0, "4": -5.0}
+    assert "bleu_by_ratio" not in found["tagged"][2]  # two points, which are in the table already
     del results["beam"]  # the arm that would have the curve
+    results["tagged"][1].pop("bleu_lowercased")
     assert backtranslation.summarize(results) == {}
 
 

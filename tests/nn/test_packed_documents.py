@@ -314,3 +314,6 @@ def test_arguments_that_do_not_fit_are_refused():
         PackedDocuments.from_lengths([5], 4)
     with pytest.raises(InputError, match="at least one above 0"):
         PackedDocuments.from_lengths([0, 0])
+    for lengths in ([1.5, 2], ["a"], None, [3, -1], []):
+        with pytest.raises(InputError, match="lengths must be whole numbers"):
+            PackedDocuments.from_lengths(lengths)

@@ -51,7 +51,12 @@ def test_matrix_products_of_a_run_do_not_change_the_library_of_later_ones(precis
 
 
 @pytest.mark.parametrize(
-    ("device", "words"), [("cuad", "'cuad' is not a device; write auto, cpu or cuda"), ("cuda:0", "torch finds no GPU")]
+    ("device", "words"),
+    [
+        ("cuad", "'cuad' is not a device; write auto, cpu or cuda"),
+        ("cuda:0", "torch finds no GPU"),
+        ("meta", "train.device=meta is not supported; write auto, cpu or cuda"),
+    ],
 )
 def test_a_device_that_is_not_there_is_an_error(device, words, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -59,6 +64,14 @@ def test_a_device_that_is_not_there_is_an_error(device, words, monkeypatch):
         check_device(device)
     check_device("auto")
     check_device("cpu")
+
+
+def test_a_gpu_beyond_the_last_one_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_device("cuda:1")
+    with pytest.raises(ConfigError, match="cuda:2 is not available: this machine has 2 GPUs"):
+        check_device("cuda:2")
 
 
 def test_an_unknown_compile_option_is_an_error_that_lists_the_options():

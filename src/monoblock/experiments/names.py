@@ -26,6 +26,6 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
         "models.language_models",
         "a Transformer and an LSTM, both tuned, on equal tokens or equal time",
     ),
-    "backtranslation": ("models.backtranslation", "synthetic pairs: how they are made, and how many"),
+    "backtranslation": ("models.backtranslation", "synthetic pairs: how they are made, and their share"),
     "pretraining": ("models.pretraining", "a task from few samples, without and with span-corruption pretraining"),
 }

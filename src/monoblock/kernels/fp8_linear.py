@@ -2,8 +2,9 @@
 
 Inside `with fp8_products():` and under autocast to bfloat16, the outputs of the linear layers of blocks and the
 gradients of their inputs are computed from operands in e4m3, with a scale for each row, such that the largest number of
-the row is the largest one of the format.  Products are summed in fp32 and multiplied by the scales.  So are the logits
-of a language model, with one scale for each matrix.  The hidden states between blocks are stored in bfloat16.
+the row is the largest one of the format.  Products are summed by the tensor cores, with fewer digits than fp32 in sums
+of at most MAX_FAST_SUM terms, and multiplied by the scales.  So are the logits of a language model, with one scale for
+each matrix.  The hidden states between blocks are stored in bfloat16.
 
 The gradients of weights stay in bfloat16, because both operands would have to be quantized again, along the other axis.
 So do layers whose sizes are not multiples of SIZE_MULTIPLE, experts, and layers with hooks or adapters.

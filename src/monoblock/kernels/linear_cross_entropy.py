@@ -31,6 +31,8 @@ def supports_linear_cross_entropy(x: Tensor, weight: Tensor) -> bool:
     """
     if not (x.is_cuda and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad) and is_available()):
         return False
+    if not x.numel():
+        return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     is_plain = type(weight) in (Tensor, torch.nn.Parameter)  # not split among processes
     return dtype == torch.bfloat16 and is_plain and weight.shape[0] >= MIN_CLASSES

@@ -1,9 +1,9 @@
 """Activation checkpointing: training keeps few activations of a block and recomputes the others in the backward pass.
 
-    True          keeps the input of the block only (Chen et al. 2016): least memory, a third more computation
-    "selective"   also keeps the outputs of matrix products and attention, which are expensive to compute, and
-                  recomputes the rest: norms, activation functions and dropout.  A block with batch norms is recomputed
-                  as with True, because torch requires the same operators, and their statistics are not updated again.
+True          keeps the input of the block only (Chen et al. 2016): least memory, a third more computation
+"selective"   also keeps the outputs of matrix products and attention, which are expensive to compute, and
+              recomputes the rest: norms, activation functions and dropout.  A block with batch norms is recomputed
+              as with True, because torch requires the same operators, and their statistics are not updated again.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from monoblock.metrics.format import is_fraction
@@ -91,16 +92,19 @@ def draw_arm_curves(title: str, panels: Sequence[ArmCurves], *, logarithmic: boo
     lowest = floor if logarithmic and floor > 0 else -math.inf
     figure = create_figure((1.0 + 6.0 * len(shown), 4.2))
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    arms = list(dict.fromkeys(name for panel in shown for name in panel.curves))
     for axis, panel in zip(axes, shown, strict=True):
-        _draw_curves(axis, panel, logarithmic, lowest)
+        _draw_curves(axis, panel, arms, logarithmic, lowest)
     axes[0].legend(fontsize=7, framealpha=0.9, ncols=1 + (len(shown[0].curves) > 10))
     figure.suptitle(title, fontsize=11)
     return figure
 
 
-def _draw_curves(axis: Any, panel: ArmCurves, logarithmic: bool, floor: float) -> None:
+def _draw_curves(axis: Any, panel: ArmCurves, arms: list[str], logarithmic: bool, floor: float) -> None:
+    """Draw the curves of a panel; the place of an arm in `arms` decides its color, so that it is that of all panels."""
     places = _places(panel.points)
-    for number, (name, values) in enumerate(panel.curves.items()):
+    for name, values in panel.curves.items():
+        number = arms.index(name)
         style = {"color": COLORS[number % 7], "linestyle": STYLES[(number + number // 7) % 7]}
         there = [(place, *value) for place, value in zip(places, values, strict=True) if value is not None]
         if not there:
@@ -141,13 +145,18 @@ def _limit_y(axis: Any, panel: ArmCurves, floor: float) -> None:
 
 
 def _places(points: Sequence[str]) -> list[float]:
-    """Return where points lie: a few at equal distances, which suits lengths that double; many by their numbers."""
-    if len(points) > MAX_TICKS:
-        try:
-            return [float(point) for point in points]
-        except ValueError:
-            pass
-    return [float(place) for place in range(len(points))]
+    """Return where points lie: a few numbers at their logarithms, unless they have equal distances, and 0 before them."""
+    try:
+        numbers = [float(point) for point in points]
+    except ValueError:
+        return [float(index) for index in range(len(points))]
+    if len(numbers) > MAX_TICKS:
+        return numbers
+    steps = {round(high - low, 9) for low, high in pairwise(numbers)}
+    if len(steps) <= 1 or min(numbers) < 0:
+        return [float(index) for index in range(len(numbers))]
+    first = math.log2(min(number for number in numbers if number))
+    return [math.log2(number) if number else first - 1 for number in numbers]
 
 
 def _format_y(axis: Any, label: str, logarithmic: bool) -> None:

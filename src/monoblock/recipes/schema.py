@@ -79,7 +79,8 @@ class DataSection:
     corpus: str  # the name of a corpus (monoblock ls corpora), or the path of a file or folder
     # train on one running text or on separate documents; contiguous: on a text in order, with the state of an LSTM
     packing: Literal["stream", "contiguous", "documents"] = "stream"
-    # pad the texts of a batch to the longest, or store them one after the other: the same losses without padding
+    # pad the texts of a batch to the longest, or store them one after the other: the same losses without padding, and
+    # faster with large batches of texts of different lengths on a GPU
     padding: Literal["longest", "none"] = "longest"
     limit: int | None = None  # train on at most this many rows
     # number of training rows to hold out for validation; 0: use the split `valid`, or a tenth of a single file

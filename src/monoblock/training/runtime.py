@@ -94,11 +94,15 @@ def choose_runtime(
 def check_device(device: str) -> None:
     """Raise ConfigError unless "auto", or the name of a device that this machine has, is given."""
     try:
-        kind = "cpu" if device == "auto" else torch.device(device).type
+        chosen = torch.device("cpu" if device == "auto" else device)
     except RuntimeError:
         raise ConfigError(f"train.device={device!r} is not a device; write auto, cpu or cuda") from None
-    if kind == "cuda" and not torch.cuda.is_available():
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"train.device={device} is not supported; write auto, cpu or cuda")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"train.device={device} is not available: torch finds no GPU; write train.device=cpu")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"train.device={device} is not available: this machine has {torch.cuda.device_count()} GPUs")
 
 
 def _choose_device(device: str) -> tuple[torch.device, DecisionEvent]:

@@ -32,9 +32,9 @@ arms and seeds a call runs is said by `arms=NAME,NAME`, in which `*` stands for 
 **Results are lines of JSON.** Each finished arm and seed is a line of `results.jsonl` in the folder `--out` (by
 default `runs/compare-NAME`). What has a line is not run again, so a killed experiment continues. Lines of another
 machine are merged by copying the file into the folder under any name that ends in `.jsonl`, or with `--results FILE`.
-Only lines with the same options and changes are compared. `benchmarks/experiments_gpu.sh` runs several experiments at
-the same time on one GPU. `--table` runs nothing, and `--write benchmarks/results`
-writes the page, the lines and the plot.
+Only lines with the same options and changes are compared; compilation, workers and device may differ.
+`benchmarks/experiments_gpu.sh` runs several experiments at the same time on one GPU. `--table` runs nothing, and
+`--write benchmarks/results` writes the page, the lines and the plot.
 
 **Rules are fixed beforehand.** The file of an experiment states, before any run, what has to hold for a claim: a
 metric of an arm, or its difference or ratio to another arm with the same seed, and a bound. If the 95 % confidence
@@ -53,6 +53,7 @@ CLAIMS_INTRODUCTION = """## The claims
 The verdict on a claim follows from the rules in the last column. A claim is confirmed if all its rules are,
 contradicted if all are contradicted, and partly confirmed if some are confirmed and others contradicted; anything else
 is inconclusive. Some rules say the opposite of a claim: confirmed, they contradict it; contradicted, they say nothing.
+Where a page has sections for several machines, the last one counts.
 """
 
 

@@ -69,6 +69,8 @@ def resolve_device(device: str | None, dtype: str | None) -> tuple[str, Any]:
 
     device = device or choose_device().value
     device = "cpu" if device == "mps" else device
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"--device {device} is not available: torch finds no GPU; write --device cpu")
     name = dtype or choose_dtype(device.partition(":")[0]).value
     if name not in {*DTYPES, *DTYPES.values()}:
         raise ConfigError(f"--dtype {name} is not a dtype for weights; write one of {', '.join(DTYPES)}")

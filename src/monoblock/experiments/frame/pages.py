@@ -10,8 +10,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from monoblock.errors import FileError
+from monoblock.errors import ConfigError, FileError
 from monoblock.experiments.frame.report import Report
+from monoblock.experiments.frame.results import read_results
 from monoblock.interop.atomic_write import write_atomically
 from monoblock.plots.arms import ArmCurves, ArmValues, draw_arm_curves, draw_arm_points, draw_arm_scatter
 from monoblock.plots.figure import save_figure
@@ -56,6 +57,7 @@ def write_page(report: Report, folder: Path) -> list[Path]:
     """Write NAME.md, NAME.jsonl and, if matplotlib is there, NAME.png; return the files written."""
     name, written = report.experiment.name, []
     folder.mkdir(parents=True, exist_ok=True)
+    _check_nothing_is_lost(report, folder / f"{name}.jsonl")
     picture = folder / f"{name}.png"
     try:
         written.append(plot_report(report, picture))
@@ -66,6 +68,19 @@ def write_page(report: Report, folder: Path) -> list[Path]:
     write_atomically(page, report.to_markdown(picture.name if written else None))
     write_atomically(lines, "".join(result.to_line() + "\n" for result in report.results))
     return [page, lines, *written]
+
+
+def _check_nothing_is_lost(report: Report, path: Path) -> None:
+    """Raise ConfigError if a file of results has trials that are not in the report, which would replace it."""
+    stored = read_results([path], report.experiment.name) if path.is_file() else []
+    kept = {result.key for result in report.results}
+    lost = [result for result in stored if result.key not in kept]
+    if lost:
+        arms = ", ".join(dict.fromkeys(result.arm for result in lost))
+        raise ConfigError(
+            f"{path} has {len(lost)} results that this call would delete (arms {arms}); name these arms too and add "
+            f"--results {path}, or remove the file"
+        )
 
 
 def _summary(values: list[float]) -> ArmValues:

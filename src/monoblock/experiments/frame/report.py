@@ -168,12 +168,17 @@ class Report:
             "seeds": sorted({result.seed for result in self.results}),
             "machines": self.machines,
             "recipe": settings.get("recipe"),
-            "changes": [change for key, change in changes.items() if key not in set_by_arms],
+            "changes": [change for key, change in changes.items() if key not in set_by_arms | self._varying_keys()],
             "overrides": self._overrides(),
             "options": settings.get("options", {}),
             "smoke": bool(settings.get("smoke")),
             "stand_in": _stand_in(self.experiment, settings.get("changes", ())),
         }
+
+    def _varying_keys(self) -> set[str]:
+        """Return the keys of the recipe that change only the speed, and that differ between these trials."""
+        last = [dict(change.split("=", 1) for change in result.settings.get("changes", ())) for result in self.results]
+        return {key for key in SPEED_KEYS if len({changes.get(key) for changes in last}) > 1}
 
     def _overrides(self) -> list[str]:
         """Return the changes to the recipe that are not the experiment's own but were asked for by a call."""
@@ -217,13 +222,16 @@ class Report:
         if recipe or about["changes"]:
             changes = " ".join(about["changes"]) or "none"
             sentences.append(f"Recipe `{recipe}`, changes in all arms: `{changes}`.")
+        if varying := sorted(self._varying_keys()):
+            sentences.append(f"Trials differ in {', '.join(f'`{key}`' for key in varying)}.")
         if about["overrides"]:
             sentences.append(f"The call changed the budget or the model: `{' '.join(about['overrides'])}`.")
         options = [f"{key}={value}" for key, value in about["options"].items() if value not in ("", None)]
         if options:
             sentences.append(f"Options: {', '.join(options)}.")
         seeds = ", ".join(map(str, about["seeds"]))
-        sentences.append(f"Seeds {seeds}; the deviation is that of the seeds. Machine: {'; '.join(about['machines'])}.")
+        sentences.append(f"Seeds {seeds}; the deviation is that of the seeds, also in the plot.")
+        sentences.append(f"Machine: {'; '.join(about['machines'])}.")
         if about["smoke"]:
             sentences.append("This was a smoke run: its numbers mean nothing.")
         return sentences

@@ -2,7 +2,8 @@
 
 A line has the arm, the seed, the settings, the machine and the metrics. A trial whose line is there is not repeated.
 Lines of several files are merged: copy them from another machine into the folder of the experiment, or name them with
---results. Only lines with the same settings are compared: the options of the experiment and the changes to its recipe.
+--results. Only lines with the same settings are compared: the options of the experiment and the changes to its recipe,
+except for SPEED_KEYS.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from monoblock.experiments.frame.experiment import Experiment, Metrics, Trial
 from monoblock.experiments.frame.toy_data import toy_path
 
 RESULTS_FILE = "results.jsonl"
-# Keys of a recipe that change how long a trial takes, not what it learns: trials that differ in them are compared.
+# Keys of a recipe that change how long a trial takes, and what it learns only by rounding: trials that differ in them
+# are compared, and the page names the keys.
 SPEED_KEYS = ("train.compile", "train.workers", "train.device")
 
 

@@ -286,7 +286,7 @@ def parse_arms(words: str, known: Sequence[str]) -> list[str]:
 def parse_seeds(words: str | int) -> list[int]:
     """Parse a comma-separated list of seeds."""
     try:
-        seeds = [int(word) for word in str(words).split(",")]
+        seeds = list(dict.fromkeys(int(word) for word in str(words).split(",")))
     except ValueError:
         raise ConfigError(f"seeds={words!r} is not a list of whole numbers; write seeds=1,2,3") from None
     if not all(0 <= seed <= MAX_SEED for seed in seeds):

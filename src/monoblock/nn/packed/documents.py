@@ -24,9 +24,16 @@ class PackedDocuments(NamedTuple):
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], max_length: int | None = None) -> PackedDocuments:
         """Return the documents with these numbers of tokens; `max_length` is by default the largest."""
-        counts = torch.as_tensor(lengths, dtype=torch.int64)
-        if counts.dim() != 1 or not len(counts) or int(counts.min()) < 0 or not int(counts.sum()):
-            raise InputError("lengths must be whole numbers, at least one above 0; give one for each document")
+        message = "lengths must be whole numbers, at least one above 0; give one for each document"
+        try:
+            counts = torch.as_tensor(lengths)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(message) from None
+        if counts.is_floating_point() or counts.dim() != 1 or not len(counts):
+            raise InputError(message)
+        counts = counts.long()
+        if int(counts.min()) < 0 or not int(counts.sum()):
+            raise InputError(message)
         longest = int(counts.max())
         if max_length is not None and max_length < longest:
             raise InputError(f"max_length={max_length} is below the longest document of {longest} tokens; raise it")
