@@ -18,6 +18,7 @@ class Claim(NamedTuple):
     rules: tuple[int, ...] = ()  # the rules of the experiment that judge it, by number
     table: str = ""  # another table of benchmarks/results that shows it
     against: tuple[int, ...] = ()  # of `rules`: those that say the opposite of the claim
+    caveat: str = ""  # what weakens the evidence
 
     def judge(self, verdicts: Sequence[Verdict]) -> str:
         """Return what the verdicts on the rules of the experiment say about the claim.
@@ -42,6 +43,7 @@ AGAINST: dict[Verdict, Verdict] = {  # what a rule against a claim says about it
 }
 
 
+SHARED = "its times were measured while other trials used the GPU"
 CLAIMS = (
     Claim("A, pre-norm; C, pre-norm", "pre-norm trains without warm-up", "norm-placement", (1,)),
     Claim("A, debugging; B §10 and §14", "post-norm needs warm-up", "norm-placement", (0,)),
@@ -79,7 +81,7 @@ CLAIMS = (
     Claim("B §12", "windows are linear in the length", "sparse", (2,)),
     Claim("B §12", "windows with global tokens are linear in the length", "sparse", (4,)),
     Claim("B §12; C, question 1", "linear attention avoids the quadratic cost", "sparse", (0, 3)),
-    Claim("B §01; E §8.1.1", "recurrence cannot be parallelised over the sequence", "recurrence", (6,)),
+    Claim("B §01; E §8.1.1", "recurrence cannot be parallelised over the sequence", "recurrence", (6,), caveat=SHARED),
     Claim("A, recap; E §8.1", "one vector is a bottleneck for long texts", "recurrence", (2, 3, 4, 5)),
     Claim("C, what is next", "recurrence cannot reverse a sequence", "recurrence", tuple(range(6)), against=(5,)),
     Claim("E, exercise 8.9", "a Transformer is better than an LSTM", "language-models", (3, 1), "exercise-8-9"),

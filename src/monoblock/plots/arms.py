@@ -145,7 +145,7 @@ def _limit_y(axis: Any, panel: ArmCurves, floor: float) -> None:
 
 
 def _places(points: Sequence[str]) -> list[float]:
-    """Return where points lie: a few numbers at their logarithms, unless they have equal distances, and 0 before them."""
+    """Return where points lie: a few numbers at their logarithms, unless they have equal distances; 0 before them."""
     try:
         numbers = [float(point) for point in points]
     except ValueError:

@@ -85,7 +85,7 @@ def _explain(claim: Claim, verdicts: Sequence[Verdict]) -> str:
     if claim.table:
         link = f"[table](../benchmarks/results/{claim.table}.md)"
         said.append(f"an older {link} {OLDER}" if said else link)
-    return "; ".join(said)
+    return "; ".join([*said, claim.caveat] if claim.caveat else said)
 
 
 def _verdicts(results: Path, name: str) -> Sequence[Verdict]:

@@ -336,12 +336,13 @@ EXPERIMENT = Experiment(
             late="the rule",
         ),
     ),
-    reading="The ratio is a balance, not an amount: all 24,000 synthetic pairs are in every mixture, and the 5,000 real "
-    "pairs are repeated until the ratio is reached, about ten times at 0.5 and hardly at 4. Every arm is trained for "
-    "the same number of steps, so a higher ratio means fewer passes over the real pairs and more over the synthetic "
-    "ones. The arms with noise or tags change the same hypotheses of beam search. The test sources are real and "
-    "therefore have no tag: a model with tags may translate them mainly by what it learned from the few real pairs. "
-    "All sentences are captions of photographs, so the monolingual ones are as close to the test data as the real "
-    "pairs; published gains of noise (Edunov et al. 2018) and tags (Caswell et al. 2019) were measured with millions "
-    "of pairs of other texts. An older table of all ten methods at ratio 1 is backtranslation-methods.md.",
+    reading="The ratio is a balance, not an amount: all 24,000 synthetic pairs are in every mixture, and the 5,000 "
+    "real pairs are repeated until the ratio is reached, about ten times at 0.5 and hardly at 4. Every arm is"
+    " trained for the same number of steps, so a higher ratio means fewer passes over the real pairs and more"
+    " over the synthetic ones. The arms with noise or tags change the same hypotheses of beam search. The "
+    "test sources are real and therefore have no tag: a model with tags may translate them mainly by what it "
+    "learned from the few real pairs. All sentences are captions of photographs, so the monolingual ones are "
+    "as close to the test data as the real pairs; published gains of noise (Edunov et al. 2018) and tags "
+    "(Caswell et al. 2019) were measured with millions of pairs of other texts. An older table of all ten "
+    "methods at ratio 1 is backtranslation-methods.md.",
 )
