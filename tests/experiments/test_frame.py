@@ -142,6 +142,13 @@ def test_unknown_arms_options_and_seeds_are_errors(tmp_path):
     ]
 
 
+def test_a_device_that_is_not_there_is_an_error_before_a_trial_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    request = replace(request_for(tmp_path), overrides=("train.device=cuda",))
+    with pytest.raises(ConfigError, match="torch finds no GPU"):
+        next(run_trials(EXPERIMENT, [], request))
+
+
 # -- rules ------------------------------------------------------------------------------------------------------------
 
 

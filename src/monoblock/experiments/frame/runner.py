@@ -33,6 +33,7 @@ from monoblock.experiments.table import load_experiment
 from monoblock.kernels.cpu.processor import processor_name
 from monoblock.metrics.format import format_metric
 from monoblock.runs.recipe import build_model_config, read_recipe
+from monoblock.training.runtime import check_device
 
 MAX_SEED = 2**63 - 1  # the largest that torch takes
 
@@ -122,6 +123,9 @@ def _needs_stand_in(experiment: Experiment, trial: Trial) -> bool:
 
 def run_trials(experiment: Experiment, trials: Sequence[Trial], request: Request) -> Iterator[str]:
     """Run the trials that have no result yet; yield progress messages."""
+    for key, _, value in (word.partition("=") for word in request.overrides):
+        if key == "train.device":
+            check_device(value)
     if request.smoke:
         write_toy_corpus(experiment.toy, request.folder)
     done = {result.key for result in stored_results(experiment, request)}
