@@ -18,6 +18,28 @@ MAX_TICKS = 12
 MARGIN = 0.05  # of an axis above its highest value, as in matplotlib
 
 
+METRIC_LABELS = {
+    "bleu_by_ratio": "BLEU, lowercased",
+    "bleu_lowercased": "BLEU, lowercased",
+    "bleu_minus_beam": "BLEU minus that of beam",
+    "block_parameters": "parameters of the blocks",
+    "chrf": "chrF",
+    "gradient": "norm of the gradient",
+    "largest_weight": "largest attention weight",
+    "loss_by_step": "training loss",
+    "microseconds_per_token": "µs per token",
+    "milliseconds": "ms",
+    "pass_milliseconds": "ms per forward and backward pass",
+    "peak_bytes": "bytes at the peak",
+    "perplexity_sliding": "perplexity, sliding windows",
+    "reversal_accuracy": "strings without an error",
+    "saved_bytes": "bytes saved for the backward pass",
+    "test_perplexity": "perplexity, test split",
+    "validation_perplexity": "perplexity, validation split",
+    "weight_gradient": "norm of the gradient of the weights",
+}
+
+
 class ArmCurves(NamedTuple):
     """One metric of all arms as curves over the same points."""
 
@@ -52,7 +74,7 @@ def draw_arm_scatter(title: str, labels: tuple[str, str], points: Mapping[str, t
     labels: the names of the metrics x and y.
     points: for each arm the mean of x, and mean and deviation of y.
     """
-    x_label, y_label = (label.replace("_", " ") for label in labels)
+    x_label, y_label = map(_describe, labels)
     figure = create_figure((6.5, 4.2))
     axis = figure.subplots()
     for name, (x, value) in points.items():
@@ -95,7 +117,12 @@ def draw_arm_curves(title: str, panels: Sequence[ArmCurves], *, logarithmic: boo
     arms = list(dict.fromkeys(name for panel in shown for name in panel.curves))
     for axis, panel in zip(axes, shown, strict=True):
         _draw_curves(axis, panel, arms, logarithmic, lowest)
-    axes[0].legend(fontsize=7, framealpha=0.9, ncols=1 + (len(shown[0].curves) > 10))
+    has_bands = any(
+        value is not None and value[1] for panel in shown for curve in panel.curves.values() for value in curve
+    )
+    title_of_legend = "bands: one standard deviation" if has_bands else None
+    columns = 1 + (len(shown[0].curves) > 10)
+    axes[0].legend(fontsize=7, framealpha=0.9, ncols=columns, title=title_of_legend, title_fontsize=7)
     figure.suptitle(title, fontsize=11)
     return figure
 
@@ -159,10 +186,15 @@ def _places(points: Sequence[str]) -> list[float]:
     return [math.log2(number) if number else first - 1 for number in numbers]
 
 
+def _describe(metric: str) -> str:
+    """Return the words for a metric on an axis."""
+    return METRIC_LABELS.get(metric, metric.replace("_", " "))
+
+
 def _format_y(axis: Any, label: str, logarithmic: bool) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
-    axis.set_ylabel(label.replace("_", " "))
+    axis.set_ylabel(_describe(label))
     axis.grid(axis="y", color="#e4e4e4")
     axis.set_axisbelow(True)
     if logarithmic:
