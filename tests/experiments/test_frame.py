@@ -13,6 +13,7 @@ from monoblock.experiments.frame.report import Report, format_mean
 from monoblock.experiments.frame.results import RESULTS_FILE, Result, read_results, trial_settings
 from monoblock.experiments.frame.rules import Rule, confidence_interval
 from monoblock.experiments.frame.runner import Request, count_hidden, plan_trials, run_trials, select_results
+from monoblock.experiments.table import load_experiment
 
 EXPERIMENT = support.EXPERIMENT
 
@@ -140,6 +141,17 @@ def test_unknown_arms_options_and_seeds_are_errors(tmp_path):
         "new",
         "same",
     ]
+
+
+def test_trials_that_differ_in_speed_are_the_same_unless_their_arm_trains_for_a_time(tmp_path):
+    record = load_experiment("language-models")
+
+    def keys(arm):
+        requests = [request_for(tmp_path, arms=arm, seeds=1, overrides=(f"train.compile={w}",)) for w in ("no", "yes")]
+        return {json.dumps(trial_settings(record, plan_trials(record, one)[0]).get("speed")) for one in requests}
+
+    assert keys("lstm") == {"null"}
+    assert len(keys("lstm-time")) == 2
 
 
 def test_a_device_that_is_not_there_is_an_error_before_a_trial_runs(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ class Arm:
     changes: tuple[str, ...] = ()  # overrides of the recipe, such as "model.norm_place=post"
     recipe: str | None = None  # a recipe instead of that of the experiment
     values: Mapping[str, Any] = field(default_factory=dict)  # what `measure` has to know of the arm
+    is_timed: bool = False  # it trains for a given time, so that what changes the speed changes the result
 
 
 def selection(default: Any) -> Any:

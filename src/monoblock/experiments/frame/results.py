@@ -65,6 +65,8 @@ def trial_settings(experiment: Experiment, trial: Trial) -> dict[str, Any]:
         "options": plain_options(trial.options),
         "smoke": trial.smoke,
     }
+    if trial.arm.is_timed:
+        settings["speed"] = [change for change in settings["changes"] if change.partition("=")[0] in SPEED_KEYS]
     return settings
 
 

@@ -170,6 +170,7 @@ def _arms() -> Iterator[Arm]:
         for budget in ("tokens", "time"):
             yield Arm(
                 name=model if budget == "tokens" else f"{model}-time",
+                is_timed=budget == "time",
                 about=f"{ABOUT[model]}, equal {budget}",
                 recipe=recipe,
                 changes=CHANGES[model],
