@@ -12,7 +12,7 @@ from monoblock.config.families import bert, gpt, t5
 from monoblock.config.model import RecurrentConfig
 from monoblock.nn.linear import FUSE_MIN_TOKENS
 from monoblock.nn.lora import LoraLinear
-from monoblock.nn.module_hooks import is_customized, is_plain
+from monoblock.nn.modules.hooks import is_customized, is_plain
 from monoblock.nn.recurrent.lstm import Recurrent
 
 LONG = 600

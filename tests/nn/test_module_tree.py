@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from monoblock.nn.module_tree import list_modules
+from monoblock.nn.modules.tree import list_modules
 
 
 def test_modules_are_listed_once_in_the_order_of_torch():

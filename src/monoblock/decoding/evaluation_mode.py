@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from monoblock.nn.module_tree import list_modules
+from monoblock.nn.modules.tree import list_modules
 
 _lock = threading.Lock()
 _active: dict[

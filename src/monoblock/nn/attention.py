@@ -21,7 +21,7 @@ from monoblock.nn.banded.attend_banded import attend_banded
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
 from monoblock.nn.linear import apply_linear, fused_linear, should_fuse
-from monoblock.nn.module_hooks import weight_if_plain
+from monoblock.nn.modules.hooks import weight_if_plain
 from monoblock.nn.norm import HALF_DTYPES, Norm
 from monoblock.nn.packed.attend_packed import attend_varlen, supports_head_sizes
 from monoblock.nn.positions import apply_rotary, bucket_bias

@@ -22,7 +22,7 @@ from monoblock.config.model import EmbeddingConfig, HeadConfig, ModelConfig
 from monoblock.config.parts import HEADS_WITH_CLASSES, SEQUENCE_HEADS, VOCABULARY_HEADS
 from monoblock.kernels.cpu.autograd import linear
 from monoblock.nn.feedforward import ACTIVATIONS
-from monoblock.nn.module_hooks import is_customized, is_plain
+from monoblock.nn.modules.hooks import is_customized, is_plain
 from monoblock.nn.norm import Norm
 from monoblock.nn.tap import Tap, apply_tap
 

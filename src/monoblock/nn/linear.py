@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from monoblock.kernels.cpu import autograd as cpu
 from monoblock.kernels.fp8_linear import fp8_linear, supports_fp8
-from monoblock.nn.module_hooks import is_plain
+from monoblock.nn.modules.hooks import is_plain
 
 FUSE_MIN_TOKENS = 512  # with fewer, concatenating the weights costs more than one wide product saves
 

@@ -20,7 +20,7 @@ from monoblock.nn.block import Block
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.masks import Mask, everything, mask_from_config, same_document
-from monoblock.nn.module_hooks import weight_if_plain
+from monoblock.nn.modules.hooks import weight_if_plain
 from monoblock.nn.norm import Norm
 from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
 from monoblock.nn.tap import Tap, apply_tap, tap_argument

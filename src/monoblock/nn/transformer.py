@@ -179,10 +179,7 @@ class Transformer(nn.Module):
         return next(itertools.chain(self.parameters(), self.buffers())).device
 
     def recompute(self, mode: CheckpointMode = True) -> Self:
-        """Turn activation checkpointing on or off: whether training recomputes each block in the backward pass.
-
-        "selective" keeps the outputs of matrix products and attention, and recomputes only what is cheap.
-        """
+        """Choose activation checkpointing: how much of each block training recomputes in the backward pass."""
         for stack in self._stacks:
             stack.recompute = mode
         return self

@@ -11,8 +11,8 @@ from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import ACTIVATIONS, FeedForward
 from monoblock.nn.heads import Head
 from monoblock.nn.lora import LoraLinear
-from monoblock.nn.module_hooks import is_customized, is_patched
-from monoblock.nn.module_tree import list_modules
+from monoblock.nn.modules.hooks import is_customized, is_patched
+from monoblock.nn.modules.tree import list_modules
 from monoblock.nn.norm import Norm
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer

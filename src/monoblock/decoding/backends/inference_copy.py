@@ -50,7 +50,7 @@ from monoblock.nn.block import Block
 from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.heads import Head
-from monoblock.nn.module_tree import list_modules
+from monoblock.nn.modules.tree import list_modules
 from monoblock.nn.norm import Norm
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer

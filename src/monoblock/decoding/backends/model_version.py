@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from monoblock.nn.module_tree import list_modules
+from monoblock.nn.modules.tree import list_modules
 
 
 class ModelVersion:

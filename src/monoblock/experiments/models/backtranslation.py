@@ -25,6 +25,13 @@ from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.toy_data import toy_path
 from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics
+from monoblock.experiments.models.backtranslation_ratios import (
+    MAIN_METRIC,
+    RATIOS,
+    add_curves,
+    arm_name,
+    parse_ratios,
+)
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.recipe import read_recipe, task_of_recipe
 from monoblock.tasks.seq2seq.backtranslation import (
@@ -53,9 +60,6 @@ METHODS: dict[str, tuple[BacktranslationMethod | None, str]] = {
     "tagged-noised": (BacktranslationMethod("noised", tag=True), "beam search, noise and tag"),
 }
 DEFAULT_RECIPE = "multi30k"
-RATIOS = ("0.5", "1", "2", "4")  # synthetic pairs that training sees for each real pair
-MAIN_METRIC = "bleu_lowercased"
-MIN_POINTS = 3  # of a curve: with fewer, it says no more than the table
 SEARCH_METHODS = {"noised": "beam"}  # method -> the method whose hypotheses it changes
 OPPOSITE_DIRECTION = {"forward": "backward", "backward": "forward"}
 
@@ -76,20 +80,9 @@ class Options:
 
 def expand_arms(options: Options, names: list[str]) -> list[str]:
     """Return the chosen arms with every ratio."""
-    try:
-        ratios = [f"{float(word):g}" for word in str(options.ratios).split(",")]
-    except ValueError:
-        raise ConfigError(f"ratios={options.ratios} is not a list of numbers; write ratios=0.5,1,2,4") from None
-    unknown = next((ratio for ratio in ratios if ratio not in RATIOS), None)
-    if unknown is not None:
-        raise ConfigError(f"ratios={unknown} is not one of {', '.join(RATIOS)}")
     methods = [name for name in names if name in METHODS]
-    expanded = [_arm_name(name, ratio) for ratio in ratios for name in methods]
+    expanded = [arm_name(name, ratio) for ratio in parse_ratios(options.ratios) for name in methods]
     return list(dict.fromkeys([*expanded, *(name for name in names if name not in METHODS)]))
-
-
-def _arm_name(method: str, ratio: str) -> str:
-    return method if ratio == "1" or method == "none" else f"{method}-{ratio}"
 
 
 def check(options: Options, overrides: tuple[str, ...]) -> None:
@@ -224,27 +217,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
 
 
 def summarize(results: SeedResults) -> SeedResults:
-    """Return the arms of ratio 1 with curves by ratio: BLEU, where ratio 0 is the arm "none", and BLEU minus beam's."""
-    found: dict[str, dict[int, Metrics]] = {}
-    for method in [name for name in METHODS if name != "none" and name in results]:
-        seeds = results[method].items()
-        found[method] = {seed: {**metrics, **_curves(results, method, seed)} for seed, metrics in seeds}
-    return {method: seeds for method, seeds in found.items() if any("bleu_by_ratio" in m for m in seeds.values())}
-
-
-def _curves(results: SeedResults, method: str, seed: int) -> Metrics:
-    """Return the curves of a method and a seed; none if BLEU has so few points that the table says as much."""
-
-    def bleu(arm: str) -> float | None:
-        return results.get(arm, {}).get(seed, {}).get(MAIN_METRIC)
-
-    names = {"0": "none"} | {ratio: _arm_name(method, ratio) for ratio in RATIOS}
-    values = {ratio: value for ratio, name in names.items() if (value := bleu(name)) is not None}
-    if len(values) < MIN_POINTS:
-        return {}
-    beam = {ratio: bleu(_arm_name("beam", ratio)) for ratio in RATIOS if method != "beam"}
-    gains = {ratio: values[ratio] - one for ratio, one in beam.items() if one is not None and ratio in values}
-    return {"bleu_by_ratio": values} | ({"bleu_minus_beam": gains} if gains else {})
+    return add_curves(results, list(METHODS))
 
 
 def _arms() -> Iterator[Arm]:
@@ -254,7 +227,12 @@ def _arms() -> Iterator[Arm]:
                 continue
             values = {"method": method, "ratio": 0.0 if method is None else float(ratio)}
             suffix = "" if method is None else f"; synthetic pairs seen for each real pair: {ratio}"
-            yield Arm(name=_arm_name(name, ratio), about=about + suffix, values=values)
+            yield Arm(name=arm_name(name, ratio), about=about + suffix, values=values)
+
+
+def _better(arm: str, other: str, margin: float, statement: str, late: str = "") -> Rule:
+    bounds: dict[str, Any] = {"quantity": "difference", "other": other, "at_least": margin}
+    return Rule(statement=statement, metric=MAIN_METRIC, arm=arm, late=late, **bounds)
 
 
 # A small model, so that several share a GPU: a step of it is limited by kernel launches.
@@ -292,47 +270,21 @@ EXPERIMENT = Experiment(
     summarize=summarize,
     rules=(
         *(
-            Rule(
-                statement=f"{name} sources raise BLEU by at least 0.5",
-                metric=MAIN_METRIC,
-                arm=name,
-                quantity="difference",
-                other="none",
-                at_least=0.5,
-            )
+            _better(name, "none", 0.5, f"{name} sources raise BLEU by at least 0.5")
             for name in ("beam", "tagged", "noised", "tagged-noised")
         ),
-        Rule(
-            statement="a tag raises the BLEU of beam-search sources by at least 0.3",
-            metric=MAIN_METRIC,
-            arm="tagged",
-            quantity="difference",
-            other="beam",
-            at_least=0.3,
+        _better("tagged", "beam", 0.3, "a tag raises the BLEU of beam-search sources by at least 0.3"),
+        _better(
+            *("beam-4", "beam", 0.3),
+            "four synthetic pairs for each real one, without a tag, are at least 0.3 BLEU better than one",
         ),
-        Rule(
-            statement="four synthetic pairs for each real one, without a tag, are at least 0.3 BLEU better than one",
-            metric=MAIN_METRIC,
-            arm="beam-4",
-            quantity="difference",
-            other="beam",
-            at_least=0.3,
+        _better(
+            *("tagged-4", "beam-4", 0.3),
+            "with four synthetic pairs for each real one, a tag helps by at least 0.3 BLEU",
         ),
-        Rule(
-            statement="with four synthetic pairs for each real one, a tag helps by at least 0.3 BLEU",
-            metric=MAIN_METRIC,
-            arm="tagged-4",
-            quantity="difference",
-            other="beam-4",
-            at_least=0.3,
-        ),
-        Rule(
-            statement="noise raises the BLEU of beam-search sources by at least 0.3",
-            metric=MAIN_METRIC,
-            arm="noised",
-            quantity="difference",
-            other="beam",
-            at_least=0.3,
+        _better(
+            *("noised", "beam", 0.3),
+            "noise raises the BLEU of beam-search sources by at least 0.3",
             late="the rule",
         ),
     ),

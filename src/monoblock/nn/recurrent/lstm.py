@@ -41,7 +41,7 @@ from monoblock.nn.initialize import initialize_lstm
 from monoblock.nn.inputs.check_lstm_inputs import check_ids, valid_lengths
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
 from monoblock.nn.kv_cache.lstm_state import EncoderMemory, LSTMState
-from monoblock.nn.module_hooks import weight_if_plain
+from monoblock.nn.modules.hooks import weight_if_plain
 from monoblock.nn.recurrent.dropout import VariationalDropout, drop_words, language_model_layers
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
