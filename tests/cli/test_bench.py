@@ -37,6 +37,13 @@ def folder(model, tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.parametrize("what", ["--all", "gpt2"])
+def test_a_gpu_that_is_not_there_is_an_error(what, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(["bench", what, "--device", "cuda"]) == 2
+    assert "--device cuda is not available: torch finds no GPU; write --device cpu" in capsys.readouterr().err
+
+
 def test_other_libraries_generate_the_same_tokens(model, tmp_path):
     assert export_for_peers(model, tmp_path / "theirs") is None
     setup = BenchSetup(model, tmp_path / "theirs", "cpu", 1)

@@ -121,6 +121,34 @@ def test_a_guide_falls_by_its_factor_from_the_end_of_each_curve():
     assert len(second.lines) == 1
 
 
+def test_an_arm_has_the_same_color_and_style_in_every_panel():
+    first, second = draw_arm_curves("title", [curves(flat=FLAT, steep=STEEP), curves(steep=STEEP)]).axes
+    one, other = first.lines[1], second.lines[0]
+    assert (one.get_color(), one.get_linestyle(), one.get_marker()) == (
+        other.get_color(),
+        other.get_linestyle(),
+        other.get_marker(),
+    )
+    assert one.get_color() != first.lines[0].get_color()
+
+
+@pytest.mark.parametrize(
+    ("points", "places"),
+    [
+        (["1", "2", "4", "6"], [0, 1, 2, np.log2(6)]),
+        (["0", "0.5", "1"], [0, 1, 2]),  # equal distances
+        (["0", "0.5", "2"], [-2, -1, 1]),  # 0 has no logarithm
+        (["10", "20", "30"], [0, 1, 2]),
+        (["small", "large"], [0, 1]),
+    ],
+)
+def test_points_lie_at_their_logarithms_unless_their_distances_are_equal(points, places):
+    panel = ArmCurves("length", "loss", points, {"arm": [(1.0, 0.0)] * len(points)}, None)
+    (axis,) = draw_arm_curves("title", [panel]).axes
+    assert list(axis.lines[0].get_xdata()) == pytest.approx(places)
+    assert [text.get_text() for text in axis.get_xticklabels()] == points
+
+
 # -- what the experiments declare -------------------------------------------------------------------------------------
 
 

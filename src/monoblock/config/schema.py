@@ -70,7 +70,8 @@ def _describe_hint(hint: Any) -> str:
     words = []
     for member in union_members(hint):
         if get_origin(member) is Literal:
-            words.append("one of " + ", ".join(repr(choice) for choice in get_args(member)))
+            choices = [repr(choice) for choice in get_args(member)]
+            words.append(choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}")
         elif get_origin(member) is tuple:
             words.append(f"a tuple of {_describe_hint(get_args(member)[0])}")
         else:

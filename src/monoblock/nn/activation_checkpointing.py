@@ -22,7 +22,7 @@ from monoblock.nn.norm import frozen_statistics, has_statistics
 
 CheckpointMode = bool | Literal["selective"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-KERNEL_NAMESPACES = ("monoblock", "monoblock_python")
+KERNEL_NAMESPACES = ("monoblock", "monoblock_python")  # of the operators in kernels/
 KEPT_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution")  # of aten, besides attention
 
 
