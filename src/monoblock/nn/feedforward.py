@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import FeedForwardConfig
 from monoblock.kernels.cpu.autograd import gelu_tanh
-from monoblock.kernels.fp8_feedforward import fp8_feedforward, supports_fp8_feedforward
 from monoblock.nn.linear import apply_linear, fused_linear, should_fuse
-from monoblock.nn.modules.hooks import is_plain
 from monoblock.nn.tap import Tap, apply_tap
 
 
@@ -67,20 +65,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
         """Apply the network to every position of x (B, T, D); the output has the same shape."""
-        if self._has_fp8_kernel(x, tap):
-            return fp8_feedforward(x, self.up.weight, self.up.bias, self.down.weight, self.down.bias)
         hidden = apply_activation(self.activation, *self._up_and_gate(x), self.config.clamp)  # (B, T, F)
         hidden = F.dropout(apply_tap(tap, "hidden", hidden), self.config.dropout, self.training)
         return apply_linear(self.down, hidden)
-
-    def _has_fp8_kernel(self, x: Tensor, tap: Tap | None) -> bool:
-        is_plain_network = self.gate is None and self.config.activation == "gelu_tanh" and tap is None
-        if not is_plain_network or (self.config.dropout > 0 and self.training):
-            return False
-        layers = (self.up, self.down)
-        return all(is_plain(layer, nn.Linear) for layer in layers) and supports_fp8_feedforward(
-            x, self.up.weight, self.down.weight
-        )
 
     def _up_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.gate is None:
