@@ -31,7 +31,7 @@ from monoblock.decoding.settings import Settings
 from monoblock.decoding.speculative import PromptLookup, Proposer
 from monoblock.kernels.gpu import argmax, gated_activation, gated_linear, get_quantized, linear, norm
 from monoblock.kernels.gpu_attention import attend_step
-from monoblock.kernels.gpu_quantized import prepare_matrix, quantized_linear
+from monoblock.kernels.gpu_quantized import NextNorm, get_started_norm, prepare_matrix, quantized_linear
 from monoblock.nn.attention import attend
 from monoblock.nn.norm import rms_norm
 from monoblock.nn.positions import RotaryAngles, apply_rotary
@@ -108,7 +108,27 @@ def check_quantized(make: Callable[..., torch.Tensor]) -> list[str]:
             error_both = (both.double() - expected - b.double() - residual.double()).norm() / expected.norm()
             assert error_both < 1.5e-2, f"{bits} bits {N}×{K} with bias and residual: relative error {error_both:.2e}"
             checks.append(f"{bits} bits, groups of {group}, {N}×{K} {error:.1e}")
+        checks.append(check_joined_norm(make, bits, group))
     return checks
+
+
+def check_joined_norm(make: Callable[..., torch.Tensor], bits: int, group: int) -> str:
+    """Compare an RMS norm that the products before and after it compute with one in fp64."""
+    x, w, residual, norm_weight = make(1, 1, 11008), make(4096, 11008), make(1, 1, 4096), make(4096)
+    before, after = pack(w, bits, group), pack(make(500, 4096), bits, group)
+    out = quantized_linear(
+        x, prepare_matrix(*before), None, residual, next_norm=NextNorm(norm_weight, 1e-5)
+    )  # also the input of the norm
+    expected = x.double() @ unpack(before, 11008, torch.float64).T + residual.double()
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < 1e-2, f"product before a norm, {bits} bits: relative error {error:.2e}"
+    normalized = get_started_norm(out, norm_weight, out.new_full((1,), float("nan")))
+    assert normalized is not None, "the norm was not started"
+    result = quantized_linear(normalized, prepare_matrix(*after))
+    expected = rms_norm(out.double(), norm_weight.double(), 1e-5) @ unpack(after, 4096, torch.float64).T
+    error = (result.double() - expected).norm() / expected.norm()
+    assert error < 1e-2, f"product after a norm, {bits} bits: relative error {error:.2e}"
+    return f"norm between products, {bits} bits, groups of {group} {error:.1e}"
 
 
 def check_rounded(out: torch.Tensor) -> None:

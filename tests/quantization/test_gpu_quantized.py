@@ -1,5 +1,6 @@
 """Quantized layers of the GPU path: what can be checked without a GPU."""
 
+import pytest
 import torch
 
 import monoblock as mb
@@ -9,7 +10,10 @@ from monoblock.decoding.backends.inference.gpu_quantized_linear import (
     JoinedMatrix,
     can_join_quantized,
 )
-from monoblock.kernels.gpu_quantized import prepare_matrix
+from monoblock.decoding.backends.inference.joined_norms import join_norms
+from monoblock.decoding.backends.inference_copy import _copy_module, _fuse_weights
+from monoblock.kernels.gpu import NormInput, QuantizedVector, get_quantized
+from monoblock.kernels.gpu_quantized import get_started_norm, prepare_matrix
 from monoblock.quantization.modules import QuantizedLinear
 from monoblock.quantization.packing import pack, unpack
 
@@ -64,3 +68,54 @@ def test_optimize_leaves_a_quantized_model_on_a_cpu_as_it_is():
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     assert mb.optimize(model) is model
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+
+
+def joined_decoder(name, **changes):
+    """Return the decoder of an inference copy of a quantized model, arranged as on a GPU."""
+    model = mb.quantize(mb.Transformer(mb.vary(mb.tiny(name), depth=2, **changes)), bits=4, group=32)
+    copied = _copy_module(model)
+    _fuse_weights(copied)
+    join_norms(copied.decoder)
+    return copied.decoder
+
+
+def test_the_products_around_a_norm_compute_it():
+    first, second = joined_decoder("llama-7b").blocks
+    norms = [first.feedforward_norm, second.attention_norm, second.feedforward_norm]
+    layers = [first.attention.output, first.feedforward.down, second.attention.output]
+    for norm, layer in zip(norms, layers, strict=True):
+        assert layer.next_norm.weight is norm.weight
+        assert layer.next_norm.eps == norm.config.eps
+        assert norm.unread.isnan().all()
+    assert first.attention_norm.unread is None, "its input is an embedding, not a product"
+    assert second.feedforward.down.next_norm is None, "the head reads the last norm"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gpt2", {}),  # LayerNorm
+        ("gemma2-2b", {}),  # the sandwich norm normalizes an output before it is added
+        ("olmo2-7b", {}),
+        ("llama-7b", {"residual": "parallel"}),
+        ("llama-7b", {"residual": "none"}),
+    ],
+)
+def test_other_norms_have_their_own_kernel(name, changes):
+    for block in joined_decoder(name, **changes).blocks:
+        assert block.attention.output.next_norm is None
+        assert block.feedforward.down.next_norm is None
+        assert block.feedforward_norm is None or block.feedforward_norm.unread is None
+
+
+def test_only_the_norm_that_a_product_has_started_is_taken_over():
+    x, weight, unread = torch.randn(1, 1, 64), torch.randn(64), torch.full((1,), float("nan"))
+    started = NormInput(QuantizedVector.empty(64, x.device), torch.empty(2), 1e-5)
+    assert get_started_norm(x, weight, unread) is None
+    x._norm_input = (weight, started)
+    assert get_started_norm(x, weight.clone(), unread) is None, "another norm"
+    assert get_started_norm(x, weight, unread.double()) is None
+    normalized = get_started_norm(x, weight, unread)
+    assert get_quantized(normalized) is started
+    assert normalized.shape == x.shape
+    assert normalized.isnan().all(), "nothing else can read it"

@@ -153,7 +153,19 @@ class QuantizedVector(NamedTuple):
         return cls(torch.empty(K, dtype=torch.int8, device=device), scales, sums)
 
 
-def get_quantized(x: Tensor) -> QuantizedVector | None:
+class NormInput(NamedTuple):
+    """The input x (K,) of an RMS norm, times the weight of the norm, rounded to 8 bits.
+
+    What is missing is the factor 1 / sqrt(mean of x² + eps).  A product multiplies its result by it, so that the norm
+    needs no kernel of its own.
+    """
+
+    weighted: QuantizedVector
+    squares: Tensor  # fp32 (K / 32,), the sum of x² in each block
+    eps: float
+
+
+def get_quantized(x: Tensor) -> QuantizedVector | NormInput | None:
     """Return the 8-bit form of a vector that a kernel computed beside it, or None."""
     return getattr(x, "_quantized", None)
 

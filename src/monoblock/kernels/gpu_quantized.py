@@ -3,6 +3,9 @@
 The vector is rounded to 8 bits, with a scale for each block of 32 elements, so that one instruction adds four products
 of integers.  For normally distributed elements the rounding error is about three times that of bfloat16, for small
 elements beside a large one more: it is relative to the largest of the block.
+
+An RMS norm between two products is computed by their kernels: the first multiplies its output by the weight of the norm
+before it rounds it, and the second multiplies its result by the factor of the norm (see `NormInput`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor
 from monoblock.kernels.gpu import (
     ACTIVATION_CODES,
     QUANTIZED_BLOCK,
+    NormInput,
     QuantizedVector,
     get_quantized,
     is_available,
@@ -24,6 +28,7 @@ from monoblock.kernels.gpu import (
 
 BLOCKS_PER_PROGRAM = 8  # in the kernel that quantizes a vector
 WARP_SIZE = 32
+NORM_TILES = {8: (64, 2, 16), 4: (32, 2, 16)}  # for each number of bits: blocks, tiles in advance and warps
 
 
 class GpuQuantizedMatrix(NamedTuple):
@@ -60,28 +65,64 @@ def supports_quantized_linear(x: Tensor, matrix: GpuQuantizedMatrix) -> bool:
     )
 
 
+class NextNorm(NamedTuple):
+    """An RMS norm of the output of a product."""
+
+    weight: Tensor  # (N,)
+    eps: float
+
+
 def quantized_linear(
     x: Tensor,
     matrix: GpuQuantizedMatrix,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str | None = None,
+    next_norm: NextNorm | None = None,
 ) -> Tensor:
     """Compute activation(x W^T + bias) + residual for a vector x (…, K) and a quantized matrix W (N, K).
 
-    The output is (…, N).
+    The output is (…, N).  With `next_norm`, the kernel also computes the input of that norm for the next product, if it
+    can (see `get_started_norm`).
     """
     N, K = len(matrix.packed), x.shape[-1]
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     flags = (bias is not None, residual is not None, -1 if activation is None else ACTIVATION_CODES[activation])
     added = (matrix.packed if bias is None else bias, matrix.packed if residual is None else residual)
-    rows, blocks, ahead = _tile(matrix, N)
+    vector = get_quantized(x) or _quantize(x.contiguous())
+    vector, squares, eps = vector if isinstance(vector, NormInput) else (vector, None, 0.0)
+    norm_arguments: tuple[Tensor, ...] = (out,) * 5
+    has_norm = next_norm is not None and N % QUANTIZED_BLOCK == 0
+    if has_norm and next_norm is not None:
+        started = NormInput(QuantizedVector.empty(N, x.device), _empty_squares(N, x.device), next_norm.eps)
+        norm_arguments = (next_norm.weight, *started.weighted, started.squares)
+        out._norm_input = (next_norm.weight, started)  # type: ignore[attr-defined]
+    rows, blocks, ahead, warps = _norm_tile(matrix) if has_norm else _tile(matrix, N)
     _triton_kernels().quantized_matvec_kernel[(-(-N // rows),)](
-        *(get_quantized(x) or _quantize(x.contiguous())), matrix.packed, matrix.scales, *added, out, N, K,
-        _group_size(matrix), matrix.bits, *flags,
-        ROWS=rows, BLOCKS=blocks, AHEAD=ahead, EVEN=_num_blocks(matrix) % blocks == 0, num_warps=1, **launch_options(),
+        *vector, vector.sums if squares is None else squares, matrix.packed, matrix.scales, *added, out,
+        *norm_arguments, N, K, eps, _group_size(matrix), matrix.bits, *flags,
+        SQUARES=0 if squares is None else 1 << (len(squares) - 1).bit_length(), HAS_NORM=has_norm,
+        ROWS=rows, BLOCKS=blocks, AHEAD=ahead, EVEN=_num_blocks(matrix) % blocks == 0, num_warps=warps,
+        **launch_options(),
     )  # fmt: skip
     return out
+
+
+def get_started_norm(x: Tensor, weight: Tensor | None, unread: Tensor) -> Tensor | None:
+    """Return the RMS norm of a vector x, if the product that computed x has started it, else None.
+
+    The result is for `quantized_linear` alone, which completes the norm; its elements are those of `unread`.
+    """
+    norm_weight, started = getattr(x, "_norm_input", (None, None))
+    if started is None or norm_weight is not weight or x.dtype != unread.dtype:
+        return None
+    out = unread.expand(x.shape)
+    out._quantized = started  # type: ignore[attr-defined]
+    return out
+
+
+def _empty_squares(N: int, device: torch.device) -> Tensor:
+    return torch.empty(N // QUANTIZED_BLOCK, dtype=torch.float32, device=device)
 
 
 def _quantize(x: Tensor) -> QuantizedVector:
@@ -121,8 +162,8 @@ def _num_blocks(matrix: GpuQuantizedMatrix) -> int:
     return matrix.packed.shape[-1] // 16
 
 
-def _tile(matrix: GpuQuantizedMatrix, N: int) -> tuple[int, int, int]:
-    """Return the rows of a tile, the blocks of 16 bytes in each, and the tiles that are loaded in advance.
+def _tile(matrix: GpuQuantizedMatrix, N: int) -> tuple[int, int, int, int]:
+    """Return the rows of a tile, the blocks of 16 bytes in each, the tiles loaded in advance, and the warps.
 
     They are the fastest measured on an H200.
     """
@@ -130,4 +171,9 @@ def _tile(matrix: GpuQuantizedMatrix, N: int) -> tuple[int, int, int]:
         rows, blocks, ahead = (4, 64, 1) if matrix.bits == 8 else (4, 32, 1)
     else:
         rows, blocks, ahead = (2, 128, 2) if matrix.bits == 8 else (2, 128, 1)
-    return rows, min(blocks, max(WARP_SIZE, 1 << (_num_blocks(matrix) - 1).bit_length())), ahead
+    return rows, min(blocks, max(WARP_SIZE, 1 << (_num_blocks(matrix) - 1).bit_length())), ahead, 1
+
+
+def _norm_tile(matrix: GpuQuantizedMatrix) -> tuple[int, int, int, int]:
+    """Return the same for a product before a norm: a program computes a block of 32 elements of the output."""
+    return QUANTIZED_BLOCK, *NORM_TILES[matrix.bits]

@@ -57,7 +57,7 @@ def gate_up_product(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr) -> 
 def store_rows(
     y, rows, row_mask, bias, residual, out, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr
 ) -> Any:
-    """Add bias, activation and residual to y, rounding after each as separate kernels would, and store it."""
+    """Add bias, activation and residual to y, rounding after each as separate kernels would; store and return it."""
     if HAS_BIAS:
         y += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
     if ACTIVATION >= 0:
@@ -65,7 +65,9 @@ def store_rows(
     if HAS_RESIDUAL:
         y = y.to(out.dtype.element_ty).to(tl.float32)
         y += tl.load(residual + rows, mask=row_mask, other=0.0).to(tl.float32)
-    tl.store(out + rows, y.to(out.dtype.element_ty), mask=row_mask)
+    y = y.to(out.dtype.element_ty)
+    tl.store(out + rows, y, mask=row_mask)
+    return y
 
 
 @triton.jit

@@ -111,14 +111,27 @@ def multiply_words(
 
 
 @triton.jit
+def load_norm_factor(squares, K, eps, SQUARES: tl.constexpr) -> Any:
+    """Return 1 / sqrt(mean of x² + eps) for a vector x of K elements, given the sum of x² in each block of 32."""
+    block = tl.arange(0, SQUARES)
+    return tl.rsqrt(tl.sum(tl.load(squares + block, mask=block * 32 < K, other=0.0), 0) / K + eps)
+
+
+@triton.jit
 def quantized_matvec_kernel(
-    x, x_scales, x_sums, weight, scales, bias, residual, out, N, K, GROUP: tl.constexpr, BITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    x, x_scales, x_sums, x_squares, weight, scales, bias, residual, out,
+    norm_weight, norm_integers, norm_scales, norm_sums, norm_squares, N, K, eps,
+    GROUP: tl.constexpr, BITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, SQUARES: tl.constexpr, HAS_NORM: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Each program multiplies ROWS rows of a quantized weight with x; AHEAD tiles (1 or 2) are loaded in advance.
 
     With 4 bits, a word of `scales` has the scale of a group in its lower half and the minimum in its upper half.
+
+    With HAS_NORM, ROWS is 32, and the output is the input of an RMS norm: it is also stored multiplied by the weight of
+    the norm and rounded to 8 bits, with the sum of squares of each block of 32. If SQUARES is not 0, x was stored in
+    this way, and the result is multiplied by the factor of the norm; SQUARES is the number of blocks of x, or more.
     """
     launch_next(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -129,6 +142,7 @@ def quantized_matvec_kernel(
     w = load_words(weight, 0, num_blocks, BLOCKS, EVEN)
     next_w = load_words(weight, BLOCKS, num_blocks, BLOCKS, EVEN) if AHEAD == 2 else w
     wait_for_previous(PDL)
+    factor = load_norm_factor(x_squares, K, eps, SQUARES) if SQUARES > 0 else 1.0
     total = tl.zeros((BLOCKS, ROWS), tl.float32)
     for first in range(0, num_blocks, BLOCKS):
         last_w = load_words(weight, first + AHEAD * BLOCKS, num_blocks, BLOCKS, EVEN)  # while others are multiplied
@@ -136,4 +150,10 @@ def quantized_matvec_kernel(
         total += multiply_words(w, low, high, x_scale, x_sum, scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
         w = next_w if AHEAD == 2 else last_w
         next_w = last_w
-    store_rows(tl.sum(total, 0), rows, row_mask, bias, residual, out, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
+    y = tl.sum(total, 0) * factor if SQUARES > 0 else tl.sum(total, 0)
+    y = store_rows(y, rows, row_mask, bias, residual, out, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
+    if HAS_NORM:
+        y = y.to(tl.float32)
+        tl.store(norm_squares + tl.program_id(0), tl.sum(y * y, 0))
+        y *= tl.load(norm_weight + rows).to(tl.float32)
+        store_quantized(y, tl.program_id(0), norm_integers, norm_scales, norm_sums, N, 1)

@@ -30,6 +30,7 @@ from monoblock.decoding.backends.inference.inference_modules import (
     InferenceLinear,
     InferenceNorm,
 )
+from monoblock.decoding.backends.inference.joined_norms import join_norms
 from monoblock.decoding.backends.supported_fields import (
     ATTENTION,
     BLOCK,
@@ -140,6 +141,8 @@ def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Tra
                 for module in copied.modules():
                     if isinstance(module, InferenceNorm):
                         module.quantizes = True
+                if copied.decoder is not None:
+                    join_norms(copied.decoder)
             return _use_fused_stack(copied)
         copied = _copy_module(model)
         if fuse if fuse is not None else model.device.type == "cuda":

@@ -16,6 +16,7 @@ from monoblock.decoding.backends.inference.fused_linear import adjacent_view
 from monoblock.decoding.backends.inference.pending_residual import take_residual
 from monoblock.kernels.gpu_quantized import (
     GpuQuantizedMatrix,
+    NextNorm,
     can_dequantize,
     dequantize,
     prepare_matrix,
@@ -79,8 +80,11 @@ class _WithKernel(QuantizedMatrix):
 
 
 class InferenceQuantizedLinear(_WithKernel, QuantizedLinear):
+    next_norm: NextNorm | None = None  # the norm of the output with its residual, if quantized layers alone read it
+
     def run_kernel(self, x: Tensor, residual: Tensor | None = None, activation: str | None = None) -> Tensor:
-        return quantized_linear(x, self.joined.get(), self.bias, residual, activation)
+        next_norm = None if residual is None else self.next_norm
+        return quantized_linear(x, self.joined.get(), self.bias, residual, activation, next_norm)
 
     def can_add_residual(self, x: Tensor) -> bool:
         """Return whether `forward` can add a residual x to its output."""

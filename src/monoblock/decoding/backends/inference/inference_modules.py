@@ -23,6 +23,7 @@ from monoblock.decoding.backends.supported_fields import NATIVE_NORMS
 from monoblock.kernels import gpu as kernels
 from monoblock.kernels.gpu_attention import attend_step
 from monoblock.kernels.gpu_beams import attend_beams, attend_source, supports_beams
+from monoblock.kernels.gpu_quantized import get_started_norm
 from monoblock.nn.attention import Attention
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
@@ -110,9 +111,12 @@ class InferenceHead(Head):
 
 class InferenceNorm(Norm):
     quantizes = False  # whether quantized layers read the output
+    unread: Tensor | None = None  # a NaN, if quantized layers alone read the output: they can complete the norm
 
     def forward(self, x: Tensor) -> Tensor:
         config, weight = self.config, self.weight
+        if self.unread is not None and (started := get_started_norm(x, weight, self.unread)) is not None:
+            return started
         plain = config.kind in NATIVE_NORMS and not config.unit_offset and (weight is None or weight.dim() == 1)
         if plain and x.is_cuda and x.dtype in HALF_DTYPES and x.is_contiguous() and kernels.is_available():
             centered = config.kind == "layer"
