@@ -68,6 +68,16 @@ def load_words(weight, first, num_blocks, BLOCKS: tl.constexpr, EVEN: tl.constex
 
 
 @triton.jit
+def load_scales(
+    scales, first, num_blocks, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr
+) -> Any:
+    """Load the scales of BLOCKS blocks, which are all before the end if EVEN; `scales` (1, rows) points to rows."""
+    block = first + tl.arange(0, BLOCKS)[:, None]
+    mask = None if EVEN else block < num_blocks
+    return tl.load(scales + block * (128 // BITS) // GROUP, mask=mask, other=None if EVEN else 0)
+
+
+@triton.jit
 def load_vector(
     x, x_scales, x_sums, first, num_blocks, BITS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr
 ) -> Any:
@@ -88,14 +98,8 @@ def load_vector(
 
 
 @triton.jit
-def multiply_words(
-    w, low, high, x_scale, x_sum, scales, first, num_blocks,
-    GROUP: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
-) -> Any:  # fmt: skip
+def multiply_words(w, scale, low, high, x_scale, x_sum, BITS: tl.constexpr, BLOCKS: tl.constexpr) -> Any:
     """Multiply words of weights by their part of the vector; return the products (BLOCKS, rows)."""
-    block = first + tl.arange(0, BLOCKS)[:, None]
-    mask = None if EVEN else block < num_blocks
-    scale = tl.load(scales + block * (128 // BITS) // GROUP, mask=mask, other=None if EVEN else 0)
     if BITS == 8:
         dot = dot4(w, tl.broadcast_to(low, w.shape))
     else:
@@ -141,13 +145,21 @@ def quantized_matvec_kernel(
     scales += row * (K // GROUP)
     w = load_words(weight, 0, num_blocks, BLOCKS, EVEN)
     next_w = load_words(weight, BLOCKS, num_blocks, BLOCKS, EVEN) if AHEAD == 2 else w
+    if HAS_NORM:
+        next_scale = load_scales(scales, 0, num_blocks, GROUP, BITS, BLOCKS, EVEN=False)
+    norm_scale = tl.load(norm_weight + rows).to(tl.float32) if HAS_NORM else 1.0
     wait_for_previous(PDL)
     factor = load_norm_factor(x_squares, K, eps, SQUARES) if SQUARES > 0 else 1.0
     total = tl.zeros((BLOCKS, ROWS), tl.float32)
     for first in range(0, num_blocks, BLOCKS):
         last_w = load_words(weight, first + AHEAD * BLOCKS, num_blocks, BLOCKS, EVEN)  # while others are multiplied
         low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, first, num_blocks, BITS, BLOCKS, EVEN)
-        total += multiply_words(w, low, high, x_scale, x_sum, scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
+        if HAS_NORM:
+            scale = next_scale
+            next_scale = load_scales(scales, first + BLOCKS, num_blocks, GROUP, BITS, BLOCKS, EVEN=False)
+        else:
+            scale = load_scales(scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
+        total += multiply_words(w, scale, low, high, x_scale, x_sum, BITS, BLOCKS)
         w = next_w if AHEAD == 2 else last_w
         next_w = last_w
     y = tl.sum(total, 0) * factor if SQUARES > 0 else tl.sum(total, 0)
@@ -155,5 +167,4 @@ def quantized_matvec_kernel(
     if HAS_NORM:
         y = y.to(tl.float32)
         tl.store(norm_squares + tl.program_id(0), tl.sum(y * y, 0))
-        y *= tl.load(norm_weight + rows).to(tl.float32)
-        store_quantized(y, tl.program_id(0), norm_integers, norm_scales, norm_sums, N, 1)
+        store_quantized(y * norm_scale, tl.program_id(0), norm_integers, norm_scales, norm_sums, N, 1)

@@ -75,7 +75,10 @@ EXPERIMENT = Experiment(
     ),
     measure=measure,
     recipe="wikitext2",
-    changes=(*LANGUAGE_MODEL, f"model.depth={DEPTH}", "model.width=128", "model.heads=4", "model.hidden=512"),
+    changes=(
+        *(*LANGUAGE_MODEL, f"model.depth={DEPTH}", "model.width=128", "model.heads=4", "model.hidden=512"),
+        "train.spike_threshold=0.0",  # without residuals the gradient jumps, which would stop the run
+    ),
     stand_in=TEXT_STAND_IN,
     toy="text",
     smoke=TEXT_SMOKE,
