@@ -128,3 +128,14 @@ def test_metrics_of_a_training_are_read_from_its_lines(tmp_path):
         "training_loss": 2.0,
         "loss_by_step": {"1": 4.0, "2": 3.0, "3": 2.0},
     }
+
+
+def test_skipped_steps_do_not_move_the_points_of_a_curve(tmp_path):
+    kept = [step for step in range(1, 62) if step not in (2, 3, 40)]  # 61 steps: points at multiples of 3, and the last
+    lines = [{"step": step, "loss": float(step), "tokens": step, "seconds": 0.5} for step in kept]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    curve = training_metrics(tmp_path)["loss_by_step"]
+    assert list(curve) == [*(str(step) for step in range(3, 61, 3)), "61"]
+    assert curve["3"] == 1.0
+    assert curve["42"] == 41.5
+    assert curve["61"] == 61.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,12 @@ def training_metrics(folder: Path) -> Metrics:
         metrics |= {"validation_loss": [*validations.values()][-1], "validation_by_step": validations}
     if not steps:
         return metrics
-    size = max(1, len(steps) // CURVE_POINTS)
+    last = steps[-1]["step"]
+    size = max(1, last // CURVE_POINTS)
     metrics |= {"tokens": steps[-1]["tokens"], "training_loss": _mean_loss(steps[-size:])}
-    chunks = [steps[start : start + size] for start in range(0, len(steps), size)]
-    metrics["loss_by_step"] = {str(chunk[-1]["step"]): _mean_loss(chunk) for chunk in chunks}
+    # Skipped steps have no loss: the points are multiples of `size` all the same, so that curves have common points.
+    parts = groupby(steps, key=lambda line: min(-(-line["step"] // size) * size, last))
+    metrics["loss_by_step"] = {str(step): _mean_loss(list(part)) for step, part in parts}
     return metrics
 
 
