@@ -3,12 +3,14 @@
 import contextlib
 import io
 import json
+import subprocess
 
 import model_folders
 import pytest
 import torch
 
 import monoblock as mb
+from monoblock.cli import bench
 from monoblock.cli._bench import startup, suite, training, translation
 from monoblock.cli._shared import bench_runners
 from monoblock.cli._shared.bench_runners import RUNNERS, BenchSetup, RunnerUnavailable, export_for_peers
@@ -194,3 +196,23 @@ def test_the_fraction_of_a_ceiling_is_what_the_work_needs_over_what_the_hardware
     assert suite.ratio_to_ours(row._replace(runner="other", speed=25.0), [row]) == 0.5
     startup_row = suite.Row("b", "monoblock", 2.0, "s")
     assert suite.ratio_to_ours(startup_row._replace(runner="other", speed=4.0), [startup_row]) == 0.5
+
+
+def test_a_page_names_the_commit_only_if_the_program_is_tracked(tmp_path, monkeypatch):
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *identity, "-C", tmp_path, *words], capture_output=True, text=True, check=True)
+
+    program = tmp_path / "bench.py"
+    program.write_text("")
+    monkeypatch.setattr(bench, "__file__", str(program))
+    assert bench._commit() is None, "there is no repository"
+    git("init")
+    assert bench._commit() is None, "the repository is somebody else's"
+    git("add", "bench.py")
+    git("commit", "-m", "first")
+    commit = git("rev-parse", "--short", "HEAD").stdout.strip()
+    assert bench._commit() == commit
+    assert bench._describe_run().endswith(f", commit {commit}")
+    program.write_text("changed")
+    assert bench._commit() == f"{commit}-dirty"

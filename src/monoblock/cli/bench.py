@@ -121,10 +121,25 @@ def _measure_all(
 
 
 def _describe_run() -> str:
-    """Return the command, the date and the version, for a file of results."""
+    """Return the command, the date, the version and, in a checkout, the commit, for a file of results."""
     from datetime import date
 
-    return f"`monoblock {shlex.join(sys.argv[1:])}`, {date.today()}, monoblock {__version__}"
+    commit = _commit()
+    version = f"monoblock {__version__}" if commit is None else f"monoblock {__version__}, commit {commit}"
+    return f"`monoblock {shlex.join(sys.argv[1:])}`, {date.today()}, {version}"
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that this file belongs to, or None if git does not track it."""
+    import subprocess
+
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=True)
+        command = [*git, "describe", "--always", "--dirty", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _select_runners(only: tuple[str, ...], only_monoblock: bool) -> list[str]:

@@ -28,7 +28,9 @@ from monoblock.kernels.gpu import (
 
 BLOCKS_PER_PROGRAM = 8  # in the kernel that quantizes a vector
 WARP_SIZE = 32
-NORM_TILES = {8: (64, 2, 16), 4: (32, 2, 16)}  # for each number of bits: blocks, tiles in advance and warps
+# A product before a norm: blocks, tiles loaded in advance and warps of a program, and the rows from which it is faster
+# than two kernels. With fewer rows most multiprocessors of a GPU would be idle; with 8 bits two kernels are faster.
+NORM_TILE, MIN_NORM_ROWS = (64, 1, 16), 4096
 
 
 class GpuQuantizedMatrix(NamedTuple):
@@ -91,17 +93,13 @@ def quantized_linear(
     added = (matrix.packed if bias is None else bias, matrix.packed if residual is None else residual)
     vector = get_quantized(x) or _quantize(x.contiguous())
     vector, squares, eps = vector if isinstance(vector, NormInput) else (vector, None, 0.0)
-    norm_arguments: tuple[Tensor, ...] = (out,) * 5
-    has_norm = next_norm is not None and N % QUANTIZED_BLOCK == 0
-    if has_norm and next_norm is not None:
-        started = NormInput(QuantizedVector.empty(N, x.device), _empty_squares(N, x.device), next_norm.eps)
-        norm_arguments = (next_norm.weight, *started.weighted, started.squares)
-        out._norm_input = (next_norm.weight, started)  # type: ignore[attr-defined]
-    rows, blocks, ahead, warps = _norm_tile(matrix) if has_norm else _tile(matrix, N)
+    next_norm = next_norm if _joins_norm(matrix) else None
+    rows, blocks, ahead, warps = _tile(matrix, N) if next_norm is None else (QUANTIZED_BLOCK, *NORM_TILE)
     _triton_kernels().quantized_matvec_kernel[(-(-N // rows),)](
         *vector, vector.sums if squares is None else squares, matrix.packed, matrix.scales, *added, out,
-        *norm_arguments, N, K, eps, _group_size(matrix), matrix.bits, *flags,
-        SQUARES=0 if squares is None else 1 << (len(squares) - 1).bit_length(), HAS_NORM=has_norm,
+        *((out,) * 5 if next_norm is None else _start_norm(out, next_norm)),
+        N, K, eps, _group_size(matrix), matrix.bits, *flags,
+        SQUARES=0 if squares is None else 1 << (len(squares) - 1).bit_length(), HAS_NORM=next_norm is not None,
         ROWS=rows, BLOCKS=blocks, AHEAD=ahead, EVEN=_num_blocks(matrix) % blocks == 0, num_warps=warps,
         **launch_options(),
     )  # fmt: skip
@@ -121,8 +119,18 @@ def get_started_norm(x: Tensor, weight: Tensor | None, unread: Tensor) -> Tensor
     return out
 
 
-def _empty_squares(N: int, device: torch.device) -> Tensor:
-    return torch.empty(N // QUANTIZED_BLOCK, dtype=torch.float32, device=device)
+def _joins_norm(matrix: GpuQuantizedMatrix) -> bool:
+    N = len(matrix.packed)
+    return matrix.bits == 4 and N >= MIN_NORM_ROWS and N % QUANTIZED_BLOCK == 0
+
+
+def _start_norm(out: Tensor, norm: NextNorm) -> tuple[Tensor, ...]:
+    """Return room for the input of a norm of `out`, which the kernel computes; `get_started_norm` finds it."""
+    N = out.shape[-1]
+    squares = torch.empty(N // QUANTIZED_BLOCK, dtype=torch.float32, device=out.device)
+    started = NormInput(QuantizedVector.empty(N, out.device), squares, norm.eps)
+    out._norm_input = (norm.weight, started)  # type: ignore[attr-defined]
+    return norm.weight, *started.weighted, squares
 
 
 def _quantize(x: Tensor) -> QuantizedVector:
@@ -172,8 +180,3 @@ def _tile(matrix: GpuQuantizedMatrix, N: int) -> tuple[int, int, int, int]:
     else:
         rows, blocks, ahead = (2, 128, 2) if matrix.bits == 8 else (2, 128, 1)
     return rows, min(blocks, max(WARP_SIZE, 1 << (_num_blocks(matrix) - 1).bit_length())), ahead, 1
-
-
-def _norm_tile(matrix: GpuQuantizedMatrix) -> tuple[int, int, int, int]:
-    """Return the same for a product before a norm: a program computes a block of 32 elements of the output."""
-    return QUANTIZED_BLOCK, *NORM_TILES[matrix.bits]
