@@ -90,3 +90,30 @@ def test_jobs_that_run_are_not_waited_for_after_an_interrupt(tmp_path):
     while multiprocessing.active_children() and time.monotonic() < deadline:  # a thread of the pool collects them
         time.sleep(0.05)
     assert not multiprocessing.active_children()
+
+
+def interrupt_twice(folder):
+    """Interrupt two running jobs, and again while they are ended."""
+    messages = run_jobs([Job(name, write_late, (folder, name)) for name in ("one", "two")], 2)
+    next(messages)
+    terminate = multiprocessing.process.BaseProcess.terminate
+
+    def interrupt_and_terminate(process):
+        os.kill(os.getpid(), signal.SIGINT)
+        terminate(process)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.process.BaseProcess, "terminate", interrupt_and_terminate)
+        with pytest.raises(KeyboardInterrupt):
+            messages.throw(KeyboardInterrupt)
+    if not multiprocessing.active_children():
+        (folder / "ended").touch()
+
+
+def test_another_interrupt_while_jobs_are_ended_is_ignored(tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=interrupt_twice, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    process.kill()
+    assert process.exitcode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["ended"]

@@ -90,7 +90,6 @@ def command(
         return
     trials = plan_trials(record, request)
     if not table:
-        folder.mkdir(parents=True, exist_ok=True)
         try:
             for message in run_trials(record, trials, request):
                 click.echo(message, err=True)

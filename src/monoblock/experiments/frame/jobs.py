@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing.queues import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -45,14 +47,28 @@ def run_jobs(jobs: Sequence[Job], processes: int = 1) -> Iterator[str]:
                     "and the same command goes on with the others"
                 ) from None
             except BaseException:  # also Ctrl-C: what runs now is not waited for
-                pool.shutdown(wait=False, cancel_futures=True)
-                for process in multiprocessing.active_children():
-                    process.terminate()
+                with _without_interrupts():
+                    for process in multiprocessing.active_children():
+                        process.terminate()
+                    pool.shutdown(cancel_futures=True)
                 raise
     if failures:
         name, problem = next(iter(failures.items()))
         others = f" ({len(failures) - 1} more failed or depend on one that did)" if len(failures) > 1 else ""
         raise ConfigError(f"{name}: {problem}{others}")
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ignore another Ctrl-C for a moment; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _run_in_turn(waiting: list[Job], failures: dict[str, str]) -> Iterator[str]:
