@@ -2,7 +2,8 @@
 
 `sharded_state_bytes` places every weight with DTensor and `fully_shard` and adds up the shards of rank 0.
 `step_peak_bytes` runs two training steps on fake tensors, which have shapes but no data, and follows every allocation.
-Kernels of a GPU that save less than those of a CPU are replaced by functions that save as much.
+Kernels of a GPU that save less than those of a CPU are replaced by functions that save as much; attention is a single
+operator, as on a GPU, so that selective checkpointing keeps its output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from monoblock.accounting.parallel import ParallelPlan, divides_kv_heads, narrow_block
 from monoblock.config.model import EmbeddingConfig, ModelConfig
+from monoblock.config.parts import CheckpointMode
 from monoblock.nn.attention import Attention
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.feedforward import FeedForward
@@ -149,22 +151,30 @@ class GpuRmsNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-class GpuAttention(torch.autograd.Function):
-    """Save inputs, output and log-sum-exp, as the flash kernel does; the output is laid out as the queries are."""
+@torch.library.custom_op("fake_gpu::attention", mutates_args=())
+def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp, as the flash kernel does; the output is laid out as the queries are.
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        shape = (*q.shape[:3], v.shape[-1])
-        transposed = (shape[0], shape[2], shape[1], shape[3])
-        out = q.new_empty(shape) if q.is_contiguous() else q.new_empty(transposed).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, mask, out, q.new_empty(q.shape[:3], dtype=torch.float32))
-        return out
+    It is one operator, so that selective checkpointing recognizes it as attention.
+    """
+    shape = (*q.shape[:3], v.shape[-1])
+    transposed = (shape[0], shape[2], shape[1], shape[3])
+    out = q.new_empty(shape) if q.is_contiguous() else q.new_empty(transposed).transpose(1, 2)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, mask, *_ = ctx.saved_tensors
-        grads = [torch.empty_like(x) for x in (q, k, v)]
-        return *grads, torch.empty_like(mask) if ctx.needs_input_grad[3] else None
+
+def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _attention_gradients(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+    q, k, v, mask, *_ = ctx.saved_tensors
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    return *grads, torch.empty_like(mask) if ctx.needs_input_grad[3] else None
+
+
+gpu_attention.register_fake(gpu_attention._init_fn)
+gpu_attention.register_autograd(_attention_gradients, setup_context=_save_attention)
 
 
 def _gpu_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
@@ -172,7 +182,8 @@ def _gpu_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = N
         q, k, v = (x.bfloat16() for x in (q, k, v))
         attn_mask = None if attn_mask is None else attn_mask.bfloat16()
     with torch.autocast("cpu", enabled=False):
-        return GpuAttention.apply(q, k, v, attn_mask)
+        out: Tensor = gpu_attention(q, k, v, attn_mask)[0]
+        return out
 
 
 def _never(*_: Any) -> bool:  # a Mock would keep its arguments, and so the tensors
@@ -220,7 +231,7 @@ def narrow_model(config: ModelConfig, tensor: int) -> ModelConfig:
 
 
 def step_peak_bytes(
-    config: ModelConfig, plan: ParallelPlan, batch: int, length: int, *, checkpointing: bool = False
+    config: ModelConfig, plan: ParallelPlan, batch: int, length: int, *, checkpointing: CheckpointMode = False
 ) -> int:
     """Return the peak of the second of two training steps on rank 0, as the trainer runs them."""
     with ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""Planned memory beside allocated memory: five models on this GPU, and 512 ranks of a fake process group.
+"""Planned memory beside allocated memory: six models on this GPU, and 512 ranks of a fake process group.
 
 On a GPU, three training steps run as the trainer runs them without compilation (bf16 autocast, fused AdamW, clipping),
 and the peak that `Account.plan` computes is compared with `torch.cuda.max_memory_allocated`. Without a GPU, or with
 --fake, rank 0 of 512 fake ranks is compared instead: its shards of weights, gradients and optimizer states, and the
-peak of a step on fake tensors, with and without checkpointing. --smoke takes toy sizes; --write saves the table.
+peak of a step on fake tensors, in every mode of checkpointing. --smoke takes toy sizes; --write saves the table.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from _report import commit, device_name, write_section
 import monoblock as mb
 from monoblock.accounting.report import account
 from monoblock.config.families import bert, llama
+from monoblock.config.parts import CheckpointMode
 from monoblock.training.loss import CrossEntropyLoss
 from monoblock.training.optimizer import build_optimizers
 
@@ -36,7 +37,7 @@ class Case(NamedTuple):
     config: mb.ModelConfig
     batch: int
     length: int
-    checkpointing: bool = False
+    checkpointing: CheckpointMode = False
 
 
 CASES = [
@@ -56,7 +57,15 @@ CASES = [
         2048,
         checkpointing=True,
     ),
+    Case(
+        "llama, 134M, selectively checkpointed",
+        llama(vocab=32_000, width=768, depth=12, heads=12, kv_heads=4, hidden=2048, context=1024),
+        8,
+        1024,
+        checkpointing="selective",
+    ),
 ]
+MODES = {"": False, ", selectively checkpointed": "selective", ", checkpointed": True}
 SMOKE_CASE = Case("a toy", llama(vocab=512, width=64, depth=2, heads=4, hidden=128, context=64), 2, 64)
 
 
@@ -97,10 +106,10 @@ def measure_gpu(case: Case) -> dict[str, Any]:
 
 
 def measure_fake(config: mb.ModelConfig, ranks: int, length: int) -> list[dict[str, Any]]:
-    """Compare the plan with the shards and with the steps of rank 0, with and without checkpointing."""
+    """Compare the plan with the shards and with the steps of rank 0, in every mode of checkpointing."""
     rows = []
-    for checkpointing in (False, True):
-        case = Case("peak of a step" + (", checkpointed" if checkpointing else ""), config, 1, length, checkpointing)
+    for ending, checkpointing in MODES.items():
+        case = Case("peak of a step" + ending, config, 1, length, checkpointing)
         plan = _plan(case, ranks)
         if not checkpointing:
             state = sharded_state_bytes(config, plan.parallel)

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from monoblock.accounting.flops import count_attention_pairs, gpu_hours, rule_of_six
 from monoblock.accounting.report import account
+from monoblock.accounting.training_plan import recomputed_flops
 from monoblock.config.families import bert, gpt, llama, t5, vaswani
 from monoblock.config.model import AttentionConfig, FramesConfig, RecurrentConfig
 from monoblock.config.parts import HEADS_WITH_CLASSES
@@ -112,6 +113,23 @@ def test_checkpointing_costs_one_more_forward_pass_of_the_blocks():
     with set_checkpoint_early_stop(False):
         flops = count_flops(lambda: model(ids, tap=identity_tap).sum().backward())
     assert flops == account(config).flops(BATCH, SOURCE).training_checkpointed
+
+
+@pytest.mark.parametrize(("mode", "passes"), [(False, 0), ("selective", 0), (True, 1)])
+def test_what_checkpointing_computes_a_second_time(mode, passes):
+    costs = account("gpt2").flops(BATCH)
+    assert recomputed_flops(preset("gpt2"), costs, mode) == passes * costs.forward_blocks
+    model, (ids,) = build_model(tiny("gpt2"), "cpu").train().recompute(mode), model_inputs(tiny("gpt2"), "cpu")[0]
+    with set_checkpoint_early_stop(False):
+        measured = count_flops(lambda: model(ids, tap=identity_tap).sum().backward())
+    costs = account(tiny("gpt2")).flops(BATCH, SOURCE)
+    assert measured == costs.training + recomputed_flops(tiny("gpt2"), costs, mode)
+
+
+def test_selective_checkpointing_recomputes_flex_attention_which_is_compiled():
+    config = gpt(vocab=61, width=32, depth=3, heads=2, context=512, window=64)
+    costs = account(config).flops(BATCH, 512)
+    assert recomputed_flops(config, costs, "selective") == costs.components["decoder.attention.scores"]
 
 
 def test_the_pixels_of_an_image_need_no_gradient():

@@ -1,5 +1,6 @@
 """Memory: 16 bytes a parameter, the tensors autograd saves, and the cache of every kind of attention."""
 
+import gc
 import math
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from support import random_pixels, random_tokens
 
 from monoblock.accounting import attention_tiles
-from monoblock.accounting.activations import block_activations
+from monoblock.accounting.activations import block_activations, kept_activations
 from monoblock.accounting.attention_tiles import count_tiles
 from monoblock.accounting.flops import BatchShape
 from monoblock.accounting.memory import activation_bytes, attention_matrix_bytes, stored_bytes
@@ -183,6 +184,25 @@ def test_checkpointing_saves_the_input_of_each_block_and_one_full_block():
     one, two = deep.training_bytes(**arguments), deeper.training_bytes(**arguments)
     assert two.activations - one.activations == 4 * 2 * 13 * 30
     assert one.attention_matrices == two.attention_matrices == 4 * 2 * 3 * 13**2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_selective_checkpointing_also_keeps_the_outputs_of_products(fused):
+    """Each further block adds its input, four products of attention, its output, up and down; or the scores."""
+    one, two = (account(gpt(**{**SMALL, "depth": depth})) for depth in (7, 8))
+    arguments = {"batch": 2, "length": 13, "dtype": "fp32", "fused": fused, "checkpointing": "selective"}
+    first, second = one.training_bytes(**arguments), two.training_bytes(**arguments)
+    rows, log_sum_exp = 2 * 13, 3 if fused else 0
+    assert second.activations - first.activations == 4 * rows * (30 + 5 * 30 + 120 + 30 + log_sum_exp)
+    assert second.attention_matrices - first.attention_matrices == (0 if fused else 4 * 2 * 3 * 13**2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", PRESETS)
+def test_selective_checkpointing_takes_more_memory_than_full_and_less_than_none(name, fused):
+    modes = (True, "selective", False)
+    full, selective, plain = (account(name).training_bytes(2, fused=fused, checkpointing=mode) for mode in modes)
+    assert full.total < selective.total < plain.total
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -415,6 +435,44 @@ def test_long_texts_with_a_window_use_flexattention_which_saves_no_mask():
     assert costs.training_bytes(2, FLEX_FROM).attention_matrices == 0
 
 
+# -- selective checkpointing, against what is stored -------------------------------------------------------------------
+
+
+def uniform_models():
+    """Models of text with at least two blocks of one kind."""
+    for name, config in {**{name: long_tiny(name) for name in PRESETS}, **UNUSUAL}.items():
+        (*_, stack) = config.stacks.values()
+        is_text = config.family != "vision" and not isinstance(config.input, FramesConfig)
+        if is_text and stack.depth > 1 and len(set(stack.layers())) == 1:
+            yield pytest.param(config, id=name)
+
+
+def stored_after_forward(tracker, model, layers, *inputs):
+    """The bytes that exist after a forward pass through the first blocks of the last stack."""
+    (model.decoder or model.encoder).layers = range(layers)
+    before = tracker.current
+    out = model(*inputs)
+    gc.collect()
+    return tracker.current - before, out
+
+
+@pytest.mark.parametrize("mode", ["selective", True])
+@pytest.mark.parametrize("config", list(uniform_models()))
+def test_a_checkpointed_block_keeps_what_is_stored(config, mode, fake, monkeypatch):
+    """The difference between two blocks and one; GPU kernels are replaced by functions that save as much."""
+    monkeypatch.setattr(fake, "ALIGNMENT", 1)
+    (*_, stack) = config.stacks.values()
+    inputs = [random_tokens(2, 89)] if config.family == "encoder-decoder" else []
+    inputs.append(random_tokens(2, 101))
+    with fake.AllocationTracker() as tracker, fake.gpu_kernels(tracker):
+        model = Transformer(config).train().recompute(mode)
+        one, _ = stored_after_forward(tracker, model, 1, *inputs)
+        two, _ = stored_after_forward(tracker, model, 2, *inputs)
+    shape, block = BatchShape(2, inputs[0].shape[1], 101), next(iter(stack.layers()))
+    kept = kept_activations(block, shape, 101, checkpointing=mode, fused=True)
+    assert sum(activation_bytes(kept, "fp32")) == two - one
+
+
 LONG = 640
 BANDED = {
     "softcap": vary(GPT, window=50, softcap=5.0, context=LONG),
@@ -529,5 +587,7 @@ def test_invalid_options_are_errors():
         costs.training_bytes(1, 8, optimizer="moun")
     with pytest.raises(ConfigError, match="is not for training"):
         costs.training_bytes(1, 8, "int8")
+    with pytest.raises(ConfigError, match="checkpointing='all' is not one of False, 'selective', True"):
+        costs.training_bytes(1, 8, checkpointing="all")
     with pytest.raises(ConfigError, match="gpus"):
         costs.training_bytes(1, 8, gpus=0)

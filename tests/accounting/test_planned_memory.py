@@ -1,30 +1,21 @@
 """Planned memory equals that of rank 0 of a fake process group, and that of steps on tensors without data."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 from monoblock.accounting.parallel import ParallelPlan, plan_ranks
 from monoblock.accounting.report import account
-from monoblock.config.families import bert, gpt, llama
+from monoblock.config.families import bert, gpt, llama, t5
+from monoblock.config.knobs import vary
 from monoblock.config.presets import preset
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "_fake_group.py"
 SIZES = {"vocab": 1024, "width": 256, "depth": 4, "heads": 8, "context": 512}
 MODELS = {
     "gpt": gpt(**SIZES),
     "llama": llama(**SIZES, kv_heads=4, hidden=768),
     "bert": bert(**SIZES, head="masked_lm"),
+    "t5": t5(vocab=1024, width=256, depth=4, heads=8, head_dim=32, hidden=1024),
 }
-
-
-@pytest.fixture(scope="module")
-def fake():
-    spec = importlib.util.spec_from_file_location("fake_group", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+MODES = pytest.mark.parametrize("checkpointing", [False, "selective", True], ids=["plain", "selective", "checkpointed"])
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
@@ -46,15 +37,33 @@ def test_the_state_of_a_large_model_on_512_ranks(fake, preset_name):
     assert plan.memory.state == pytest.approx(fake.sharded_state_bytes(config, plan.parallel), rel=0.01)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def compare_peaks(fake, config, batch, checkpointing, tolerance):
+    memory = account(config).plan(batch=batch, length=512, checkpointing=checkpointing).memory
+    peak = fake.step_peak_bytes(config, ParallelPlan(), batch, 512, checkpointing=checkpointing)
+    assert memory.peak - memory.workspace == pytest.approx(peak, rel=tolerance)
+
+
+@MODES
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_of_a_step_on_one_gpu(fake, name, checkpointing):
-    memory = account(MODELS[name]).plan(batch=4, length=512, checkpointing=checkpointing).memory
-    peak = fake.step_peak_bytes(MODELS[name], ParallelPlan(), 4, 512, checkpointing=checkpointing)
-    assert memory.peak - memory.workspace == pytest.approx(peak, rel=0.05)
+    compare_peaks(fake, MODELS[name], 4, checkpointing, 0.01 if checkpointing == "selective" else 0.04)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_of_selective_checkpointing_inside_a_block(fake, name):
+    """With few logits, the peak is where the last block is recomputed, not in the loss."""
+    compare_peaks(fake, vary(MODELS[name], vocab=32), 8, "selective", 0.05)
+
+
+def test_selective_checkpointing_recomputes_a_block_with_batch_norms_entirely(fake):
+    config = vary(MODELS["gpt"], vocab=32, norm="batch")
+    full, selective = (account(config).plan(batch=8, length=512, checkpointing=mode) for mode in (True, "selective"))
+    assert (selective.memory, selective.compute_seconds) == (full.memory, full.compute_seconds)
+    peaks = [fake.step_peak_bytes(config, ParallelPlan(), 8, 512, checkpointing=mode) for mode in (True, "selective")]
+    assert peaks[0] == peaks[1]
+
+
+@MODES
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp+tp"])
 def test_the_peak_of_a_step_on_8_ranks(fake, strategy, checkpointing):
     """With RMS norms: autocast computes layer norms in fp32 on a GPU, but not on the CPU that the fake ranks are."""
@@ -65,7 +74,7 @@ def test_the_peak_of_a_step_on_8_ranks(fake, strategy, checkpointing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@MODES
 def test_the_peak_of_a_70b_on_512_ranks(fake, checkpointing):
     config = preset("llama2-70b")
     plan = plan_ranks(config, "fsdp+tp", 512)

@@ -143,7 +143,7 @@ def test_fsdp_gathers_16_bit_weights_twice_and_scatters_fp32_gradients_for_each_
     assert sent == pytest.approx(3 * (2 * 2 * count + 4 * count) * 15 / 16, abs=10)
 
 
-@pytest.mark.parametrize(("checkpointing", "count"), [(False, 4 * 4 + 2), (True, 4 * 6 + 2)])
+@pytest.mark.parametrize(("checkpointing", "count"), [(False, 4 * 4 + 2), ("selective", 4 * 6 + 2), (True, 4 * 6 + 2)])
 def test_tensor_parallelism_reduces_hidden_states_four_times_a_block_and_six_if_recomputed(checkpointing, count):
     hidden = 2 * 3 * 32 * 64
     sent = sends(GPT, ParallelPlan(tensor=4), batch=3, checkpointing=checkpointing)
@@ -268,6 +268,12 @@ def test_checkpointing_lowers_the_peak_of_a_deep_model():
     assert checkpointed.state == plain.state
 
 
+def test_selective_checkpointing_is_between_both():
+    plain, selective, full = (account("gpt2").plan(batch=8, checkpointing=mode) for mode in (False, "selective", True))
+    assert full.memory.peak < selective.memory.peak < plain.memory.peak
+    assert plain.compute_seconds == selective.compute_seconds < full.compute_seconds
+
+
 def test_an_optimizer_without_states_saves_their_memory():
     adamw, sgd = (memory(LLAMA, ParallelPlan(), optimizer=name) for name in ("adamw", "sgd"))
     assert adamw.optimizer == 8 * account(LLAMA).parameters
@@ -295,6 +301,24 @@ def test_the_plan_of_a_70b_on_512_gpus_with_its_price():
     text = run(*words).stdout
     assert all(line in text for line in plan["assumptions"])
     assert "all-gather of weights, reduce-scatter of gradients" in text
+
+
+def test_every_mode_of_checkpointing_is_reported():
+    words = ("gpt2", "--batch", "8")
+    assert all(
+        heading in run(*words).stdout for heading in ("fused, selective", "plain, checkpointed", "selective: it")
+    )
+    training = json.loads(run(*words, "--json").stdout)["memory"]["training"]
+    endings = ("", "_selective", "_checkpointed")
+    assert list(training) == [kernel + ending for kernel in ("fused", "plain") for ending in endings]
+    plan = ("gpt2", "--strategy", "ddp", "--gpus", "2")
+    assert "without checkpointing  selective checkpointing  full checkpointing" in run(*plan).stdout
+    modes = json.loads(run(*plan, "--json").stdout)["plan"]["modes"]
+    assert {name: mode["checkpointing"] for name, mode in modes.items()} == {
+        "plain": False,
+        "selective": "selective",
+        "checkpointed": True,
+    }
 
 
 def test_options_of_a_plan_need_a_strategy_and_a_price_needs_tokens():

@@ -27,8 +27,8 @@ saved once for each block, because the kernel converts it to floats. With 128 to
 which saves no mask.
 
 Parallel attention and feed-forward read the same tensor, which is counted once. With checkpointing only the input of
-each block is saved, plus the activations of the largest block while it is recomputed. Workspaces, fragmentation and
-token ids are not counted.
+each block is saved, with selective checkpointing also the outputs of its products (kept_activations.py), plus the
+other activations of the largest block while it is recomputed. Workspaces, fragmentation and token ids are not counted.
 
 This is exact in fp32 for kernels that save no more than they need. CPU kernels save more: rms_norm its normalized
 elements, dropout four bytes an element, and attention all weights if they have dropout or a learned bias; FlexAttention
@@ -42,6 +42,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from monoblock.accounting.flops import BatchShape, iterate_inputs
+from monoblock.accounting.kept_activations import block_mode, product_outputs
 from monoblock.accounting.parameters import count_blocks, count_norms, head_linears, patch_linear, projection_linear
 from monoblock.accounting.saved_activations import (
     SavedActivations,
@@ -62,7 +63,7 @@ from monoblock.config.model import (
     RecurrentConfig,
     StackConfig,
 )
-from monoblock.config.parts import SEQUENCE_HEADS
+from monoblock.config.parts import SEQUENCE_HEADS, CheckpointMode
 
 # Activation -> the number of tensors that only it saves, and whether it saves its output, as the next layer does too.
 ACTIVATION_TENSORS = {
@@ -135,20 +136,29 @@ def block_activations(block: BlockConfig, shape: BatchShape, length: int, *, fus
     return add_activations(*saved)
 
 
-def _stack_activations(stack: StackConfig, shape: BatchShape, length: int, fused: bool) -> SavedActivations:
-    counts = count_blocks(stack).items()
-    return add_activations(
-        *(scale_activations(count, block_activations(block, shape, length, fused=fused)) for block, count in counts)
-    )
+def kept_activations(
+    block: BlockConfig, shape: BatchShape, length: int, *, checkpointing: CheckpointMode, fused: bool = False
+) -> SavedActivations:
+    """Count the activations of a block that exist from the forward to the backward pass."""
+    mode = block_mode(block, checkpointing)
+    if not mode:
+        return block_activations(block, shape, length, fused=fused)
+    block_input = SavedActivations(shape.batch * length * block.width)
+    outputs = product_outputs(block, shape, length, fused=fused) if mode == "selective" else SavedActivations()
+    return add_activations(block_input, outputs)
 
 
-def _checkpointed_activations(
-    stack: StackConfig, shape: BatchShape, length: int, fused: bool
+def _stack_activations(
+    stack: StackConfig, shape: BatchShape, length: int, fused: bool, checkpointing: CheckpointMode
 ) -> tuple[SavedActivations, SavedActivations]:
-    """Return the saved inputs of all blocks, and what is saved in addition while the largest block is recomputed."""
-    block_input = SavedActivations(shape.batch * length * stack.width)
-    largest = _largest(block_activations(block, shape, length, fused=fused) for block in count_blocks(stack))
-    return scale_activations(stack.depth, block_input), add_activations(largest, scale_activations(-1, block_input))
+    """Return what all blocks keep, and what is saved in addition while the largest block is recomputed."""
+    kept, recomputed = [], []
+    for block, count in count_blocks(stack).items():
+        own = kept_activations(block, shape, length, checkpointing=checkpointing, fused=fused)
+        kept.append(scale_activations(count, own))
+        all_saved = block_activations(block, shape, length, fused=fused)
+        recomputed.append(add_activations(all_saved, scale_activations(-1, own)))
+    return add_activations(*kept), _largest(recomputed)
 
 
 def _largest(activations: Iterable[SavedActivations]) -> SavedActivations:
@@ -219,7 +229,7 @@ def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShap
 
 
 def model_activations(
-    config: ModelConfig, shape: BatchShape, *, fused: bool = False, checkpointing: bool = False
+    config: ModelConfig, shape: BatchShape, *, fused: bool = False, checkpointing: CheckpointMode = False
 ) -> SavedActivations:
     """Count the activations that are saved at the end of the forward pass.
 
@@ -230,14 +240,15 @@ def model_activations(
     for name, stack in config.stacks.items():
         length = shape.source if name == "encoder" else shape.target
         saved.append(norm_activations(stack.norm, shape.batch * length, stack.width))
-        attentions = {block.attention for block in count_blocks(stack)}
-        saved += [shared_attention_activations(a, stack.width, length, fused=fused) for a in attentions]
-        if checkpointing:
-            block_inputs, largest = _checkpointed_activations(stack, shape, length, fused)
-            saved.append(block_inputs)
-            recomputed.append(largest)
-        else:
-            saved.append(_stack_activations(stack, shape, length, fused))
+        for attention in {block.attention for block in count_blocks(stack)}:
+            saved.append(
+                shared_attention_activations(
+                    attention, stack.width, length, fused=fused, recomputed=bool(checkpointing)
+                )
+            )
+        kept, largest = _stack_activations(stack, shape, length, fused, checkpointing)
+        saved.append(kept)
+        recomputed.append(largest)
     if config.family == "encoder-decoder":  # the encoder output, which the cross-attention of all blocks reads
         saved.append(SavedActivations(shape.batch * shape.source * config.width))
     return add_activations(*saved, _largest(recomputed))

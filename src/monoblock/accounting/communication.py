@@ -12,7 +12,9 @@ With n ranks in a group, and rings, which send every element as seldom as possib
               the fp32 gradients, for every micro-batch
     tp        in every block an all-reduce of the 16-bit hidden states after attention (and cross-attention) and after
               the feed-forward network, and of their gradients in the backward pass; checkpointing repeats those of the
-              forward pass; one of the embedding in the forward pass, one of the head in the backward pass
+              forward pass, also if it is selective, because it keeps the parts of a sum but not the sum; one of the
+              embedding in the forward pass, one of the head in the backward pass.  The last all-reduce of a block is
+              always counted as repeated, but without dropout or a norm after it torch stops the recomputation before it
     pp        for every micro-batch the hidden states to the next stage, and their gradients to the stage before
 """
 
@@ -22,8 +24,10 @@ from dataclasses import dataclass
 
 from monoblock.accounting.flops import BatchShape
 from monoblock.accounting.parallel import ParallelPlan
-from monoblock.accounting.rank_segments import AUTOCAST, SHARDED, model_segments, split_stages
+from monoblock.accounting.rank_activations import AUTOCAST, SHARDED
+from monoblock.accounting.rank_segments import model_segments, split_stages
 from monoblock.config.model import ModelConfig
+from monoblock.config.parts import CheckpointMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ def all_gather_bytes(size: int, ranks: int) -> int:
     return size * (ranks - 1) // ranks
 
 
-def count_tensor_all_reduces(config: ModelConfig, *, checkpointing: bool) -> dict[str, int]:
+def count_tensor_all_reduces(config: ModelConfig, *, checkpointing: CheckpointMode) -> dict[str, int]:
     """Count the all-reduces of a tensor-parallel group in a pass, by stack; those of embedding and head are `ends`."""
     passes = 3 if checkpointing else 2
     counts = {
@@ -64,7 +68,7 @@ def step_transfers(
     shape: BatchShape,
     plan: ParallelPlan,
     *,
-    checkpointing: bool = False,
+    checkpointing: CheckpointMode = False,
     micro_batches: int = 1,
     gpus_per_node: int,
 ) -> list[Transfer]:
@@ -108,7 +112,7 @@ def _hidden_elements(config: ModelConfig, shape: BatchShape) -> int:
     return shape.batch * shape.target * config.width
 
 
-def _tensor_bytes(config: ModelConfig, shape: BatchShape, plan: ParallelPlan, checkpointing: bool) -> int:
+def _tensor_bytes(config: ModelConfig, shape: BatchShape, plan: ParallelPlan, checkpointing: CheckpointMode) -> int:
     counts = count_tensor_all_reduces(config, checkpointing=checkpointing)
     total = 0
     for name, count in counts.items():

@@ -15,6 +15,7 @@ from monoblock.accounting.lstm import recurrent_parameters
 from monoblock.accounting.parameters import count_blocks, count_parameters, model_matrix_weights
 from monoblock.accounting.saved_activations import SavedActivations
 from monoblock.config.model import AttentionConfig, ModelConfig, RecurrentConfig
+from monoblock.config.parts import CheckpointMode
 from monoblock.errors import ConfigError, did_you_mean
 
 DTYPE_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
@@ -118,7 +119,7 @@ def training_bytes(
     dtype: str = "bf16",
     optimizer: str = "adamw",
     fused: bool = True,
-    checkpointing: bool = False,
+    checkpointing: CheckpointMode = False,
     gpus: int = 1,
 ) -> TrainingBytes:
     """Compute the memory of a training step on each of `gpus` GPUs, with `shape.batch` sequences on each.

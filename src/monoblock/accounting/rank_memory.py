@@ -13,6 +13,9 @@ one layer at a time in 16 bits. A rank therefore holds
     activations            what activations.py counts, with 16-bit inputs of matrices; without FSDP the residual stream
                            and so the input of every norm is fp32; with FSDP it has 16 bits, but an RMS norm saves its
                            input in fp32 and its normalized input
+      checkpointing        the input of each block, with selective checkpointing also the outputs of its products, as
+                           kept_activations.py counts them; the rest of a block while it is recomputed; and a bias on
+                           the scores in fp32, which recomputed blocks hold to the end
     logits and loss        the fp32 log-softmax, and two gradients of that size at the start of the backward pass
 
 The peak is smaller than the sum, because the backward pass releases the activations of a layer when it computes its
@@ -33,6 +36,7 @@ from monoblock.accounting.memory import OPTIMIZER_STATES
 from monoblock.accounting.parallel import ParallelPlan, RankParameters
 from monoblock.accounting.rank_segments import Segment, count_outside_blocks, model_segments, split_stages, tied_table
 from monoblock.config.model import ModelConfig
+from monoblock.config.parts import CheckpointMode
 from monoblock.errors import ConfigError, did_you_mean
 
 WORKSPACE_BYTES = 32 * 2**20  # cuBLAS on a Hopper GPU
@@ -139,7 +143,7 @@ def rank_memory(
     plan: ParallelPlan,
     *,
     optimizer: str = "adamw",
-    checkpointing: bool = False,
+    checkpointing: CheckpointMode = False,
     micro_batches: int = 1,
 ) -> RankMemory:
     """Compute the memory of a training step on the rank that needs most.

@@ -5,31 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from monoblock.accounting.activations import block_activations, head_activations, input_activations
+from monoblock.accounting.activations import head_activations, input_activations
 from monoblock.accounting.flops import BatchShape, iterate_inputs
-from monoblock.accounting.memory import activation_bytes
-from monoblock.accounting.parallel import (
-    RankParameters,
-    narrow_block,
-    rank_block_parameters,
-    replicated_kv_heads,
+from monoblock.accounting.kept_activations import block_mode
+from monoblock.accounting.parallel import RankParameters, narrow_block, rank_block_parameters
+from monoblock.accounting.parameters import count_parameters, head_linears, norm_parameters
+from monoblock.accounting.rank_activations import (
+    AUTOCAST,
+    FUSE_MIN_TOKENS,
+    SHARDED,
+    Precision,
+    block_bytes,
+    kept_bytes,
+    saved_bytes,
+    working_bytes,
 )
-from monoblock.accounting.parameters import count_norms, count_parameters, head_linears, norm_parameters
-from monoblock.accounting.saved_activations import SavedActivations, norm_activations, shared_attention_activations
-from monoblock.config.model import (
-    Alibi,
-    AttentionConfig,
-    BlockConfig,
-    Buckets,
-    EmbeddingConfig,
-    ModelConfig,
-    NormConfig,
-    Rotary,
-    StackConfig,
-)
-from monoblock.config.parts import VOCABULARY_HEADS
-
-FUSE_MIN_TOKENS = 512  # from this many tokens on, queries, keys and values are one matrix product, as in nn/linear.py
+from monoblock.accounting.saved_activations import norm_activations, shared_attention_activations
+from monoblock.config.model import BlockConfig, Buckets, EmbeddingConfig, ModelConfig, StackConfig
+from monoblock.config.parts import VOCABULARY_HEADS, CheckpointMode
 
 
 class Segment(NamedTuple):
@@ -43,80 +36,9 @@ class Segment(NamedTuple):
     tied_gradients: int = 0  # a count: gradients that appear here (or, if negative, elsewhere) because of tied weights
     working: int = 0  # gradients at the start of its backward pass, while all its activations are saved
     end_working: int = 0  # gradients and inputs at the end of its backward pass, when its activations are released
-    forward_working: int = 0  # tensors that only the forward pass needs
+    forward_working: int = 0  # tensors that only the forward pass needs: logits, and the hidden states of the head
     cached_copies: int = 0  # copies of weights that autocast keeps to the end of the forward pass, if recomputed
     is_block: bool = False
-
-
-# -- activations of a part ---------------------------------------------------------------------------------------------
-
-
-class Precision(NamedTuple):
-    """The bytes of an element of the residual stream, and of the input of a norm by the kind of norm."""
-
-    stream: int
-    layer_norm: int
-    rms_norm: int
-
-    def norm_extra(self, norm: NormConfig | None, elements: int) -> int:
-        """Return the bytes that a norm saves for its input beyond two an element."""
-        if norm is None or norm.kind == "none":
-            return 0
-        return elements * ((self.rms_norm if norm.kind == "rms" else self.layer_norm) - 2)
-
-    def norm_working(self, norm: NormConfig | None, elements: int) -> int:
-        """Return the bytes that the backward pass of a norm needs: an RMS norm of 16-bit input is computed in fp32."""
-        return RMS_WORKING_BYTES * elements if norm is not None and norm.kind == "rms" and self.rms_norm == 6 else 0
-
-
-RMS_WORKING_BYTES = 28  # for each element: seven fp32 tensors
-AUTOCAST = Precision(stream=4, layer_norm=4, rms_norm=4)
-SHARDED = Precision(stream=2, layer_norm=4, rms_norm=6)
-
-
-def _bytes(saved: SavedActivations) -> int:
-    return sum(activation_bytes(saved, "bf16"))
-
-
-def _extra_attention_bytes(attention: AttentionConfig, width: int, queries: int, keys: int, batch: int) -> int:
-    """Return the bytes that attention saves in 16 bits beyond those of `attention_activations`.
-
-    Rotated queries and keys are copies, but the values keep the storage of the whole product in memory. A bias on the
-    scores is converted for each block.
-    """
-    extra, size = 0, attention.key_size(width)
-    if isinstance(attention.positions, Rotary) and batch * queries >= FUSE_MIN_TOKENS:
-        extra += batch * (queries * attention.heads + keys * attention.num_kv_heads) * size
-    if isinstance(attention.positions, Alibi | Buckets):
-        extra += attention.heads * queries * keys
-    return 2 * extra
-
-
-def block_bytes(block: BlockConfig, shape: BatchShape, length: int, tensor: int, precision: Precision) -> int:
-    """Return the bytes of the activations that a block saves on one rank of a tensor-parallel group."""
-    narrow, rows, width = narrow_block(block, tensor), shape.batch * length, block.width
-    saved = _bytes(block_activations(narrow, shape, length, fused=True))
-    saved += precision.norm_extra(block.norm, count_norms(block) * rows * width)
-    saved += _extra_attention_bytes(narrow.attention, width, length, length, shape.batch)
-    if block.is_parallel:
-        saved += 2 * rows * width  # each branch converts the input
-    if block.cross:
-        saved += 2 * 2 * shape.batch * shape.source * width  # keys and values convert the encoder output
-    for attention, keys in ((block.attention, length), (block.cross, shape.source)):
-        if attention is not None:
-            sizes = attention.key_size(width) + attention.value_size(width)
-            saved += 2 * shape.batch * keys * replicated_kv_heads(attention, tensor) * sizes
-    return saved
-
-
-def _working_bytes(block: BlockConfig, rows: int, tensor: int, precision: Precision) -> int:
-    """Estimate the gradients of activations at the start of the backward pass of a block.
-
-    These are those of the hidden features of the feed-forward network, and of the residual stream.
-    """
-    experts = block.feedforward.experts
-    hidden = rows * (experts.top_k if experts else 1) * block.feedforward.hidden // tensor
-    return 2 * hidden * (3 if block.feedforward.gated else 2) + precision.stream * rows * block.width
 
 
 # -- segments ----------------------------------------------------------------------------------------------------------
@@ -129,7 +51,7 @@ def _block_segments(
     length: int,
     tensor: int,
     precision: Precision,
-    checkpointing: bool,
+    checkpointing: CheckpointMode,
 ) -> Iterator[Segment]:
     rows = shape.batch * length
     copied = precision is AUTOCAST
@@ -145,15 +67,16 @@ def _block_segments(
             parameters if owns else RankParameters(0, 0),
             saved,
             copies,
-            working=_working_bytes(block, rows, tensor, precision) + (4 if copied else 2) * down,
+            working=working_bytes(block, shape.batch, length, tensor, precision) + (4 if copied else 2) * down,
             end_working=2 * block_input + precision.norm_working(block.norm, rows * block.width),
             is_block=True,
         )
-        if checkpointing:
+        if mode := block_mode(block, checkpointing):
+            kept = kept_bytes(block, shape, length, tensor, precision, mode)
             segment = segment._replace(
-                saved=block_input,
+                saved=kept,
                 copies=0,
-                recomputed=saved + copies - block_input,
+                recomputed=saved + copies - kept,
                 cached_copies=copies - 2 * joined if copied else 0,
             )
         yield segment
@@ -186,7 +109,12 @@ def count_outside_blocks(config: ModelConfig, tensor: int) -> dict[str, int]:
 
 
 def model_segments(
-    config: ModelConfig, shape: BatchShape, *, tensor: int = 1, sharded: bool = False, checkpointing: bool = False
+    config: ModelConfig,
+    shape: BatchShape,
+    *,
+    tensor: int = 1,
+    sharded: bool = False,
+    checkpointing: CheckpointMode = False,
 ) -> list[Segment]:
     """Return the parts of a model on one rank of a tensor-parallel group, in the order of the forward pass."""
     precision = SHARDED if sharded else AUTOCAST
@@ -195,8 +123,10 @@ def model_segments(
     for stack_name, stack in config.stacks.items():
         is_first = not segments
         prefix = "input" if is_first else "target"
-        segments.append(_input_segment(config, shape, prefix, counts, precision))
         length = shape.source if stack_name == "encoder" else shape.target
+        input_segment = _input_segment(config, shape, prefix, counts, precision)
+        shared = _shared_bytes(stack, length, tensor, recomputed=bool(checkpointing))
+        segments.append(input_segment._replace(saved=input_segment.saved + shared))
         segments += _block_segments(stack_name, stack, shape, length, tensor, precision, checkpointing)
         segments.append(_stack_segment(config, stack_name, stack, shape, length, tensor, precision))
     if config.head is not None:
@@ -210,7 +140,7 @@ def _input_segment(
     parameters = sum(count for name, count in counts.items() if name.startswith(prefix + "."))
     saved = 0
     if prefix == "input":  # the activations of both inputs, which are small
-        saved = _bytes(input_activations(config, shape))
+        saved = saved_bytes(input_activations(config, shape))
         for _, part, length in iterate_inputs(config, shape):
             size = part.dim or config.width if isinstance(part, EmbeddingConfig) else config.width
             saved += precision.norm_extra(part.norm, shape.batch * length * size)
@@ -241,18 +171,25 @@ def _stack_segment(
     tensor: int,
     precision: Precision,
 ) -> Segment:
-    """Return the norm after a stack, and what its blocks share."""
+    """Return the norm after a stack, and the weights that its blocks share."""
     rows = shape.batch * length
-    saved = _bytes(norm_activations(stack.norm, rows, stack.width))
+    saved = saved_bytes(norm_activations(stack.norm, rows, stack.width))
     saved += precision.norm_extra(stack.norm, rows * stack.width)
-    blocks = {narrow_block(block, tensor) for block in stack.layers()}
-    for attention in {block.attention for block in blocks}:
-        saved += _bytes(shared_attention_activations(attention, stack.width, length, fused=True))
     if config.family == "encoder-decoder" and name == "encoder":
         saved += precision.stream * rows * stack.width
     parameters = norm_parameters(stack.norm, stack.width) + _shared_bias_parameters(stack, tensor)
     working = precision.norm_working(stack.norm, rows * stack.width)
     return Segment(f"{name} norm", RankParameters(parameters, 0), saved, working=working)
+
+
+def _shared_bytes(stack: StackConfig, length: int, tensor: int, *, recomputed: bool) -> int:
+    """Return the bytes of activations that the blocks of a stack share; they are released after the first block."""
+    attentions = {narrow_block(block, tensor).attention for block in stack.layers()}
+    shared = (
+        shared_attention_activations(attention, stack.width, length, fused=True, recomputed=recomputed)
+        for attention in attentions
+    )
+    return sum(map(saved_bytes, shared))
 
 
 def _shared_bias_parameters(stack: StackConfig, tensor: int) -> int:
@@ -270,7 +207,7 @@ def _head_segment(
     parameters = sum(count for name, count in counts.items() if name.startswith("head."))
     linears, logits = head_linears(config), _logit_count(config, shape)
     kept = head_activations(config, shape)
-    saved = _bytes(kept._replace(elements=kept.elements - logits, fp32_elements=kept.fp32_elements - logits))
+    saved = saved_bytes(kept._replace(elements=kept.elements - logits, fp32_elements=kept.fp32_elements - logits))
     matrices = sum(linear.num_weights // (tensor if linear.name == "output" else 1) for linear in linears)
     local = -(-logits // tensor)
     return Segment(
@@ -280,7 +217,7 @@ def _head_segment(
         2 * matrices if precision is AUTOCAST else 0,
         tied_gradients=tied_table(config, counts),
         working=8 * local,
-        forward_working=6 * local,
+        forward_working=6 * local + precision.stream * shape.batch * shape.target * config.width,
     )
 
 

@@ -15,8 +15,12 @@ from monoblock.accounting.parameters import count_parameters
 from monoblock.accounting.quantization import weight_bytes
 from monoblock.accounting.training_plan import DEFAULT_HARDWARE, Hardware, TrainingPlan, plan_training
 from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.parts import CheckpointMode
 from monoblock.config.presets import preset
 from monoblock.errors import ConfigError
+
+# What `to_dict` adds to the name of a kernel -> the mode of checkpointing, from most to least memory.
+CHECKPOINT_ENDINGS: dict[str, CheckpointMode] = {"": False, "_selective": "selective", "_checkpointed": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +99,14 @@ class Account:
         dtype: str = "bf16",
         optimizer: str = "adamw",
         fused: bool = True,
-        checkpointing: bool = False,
+        checkpointing: CheckpointMode = False,
         target_length: int | None = None,
         gpus: int = 1,
     ) -> TrainingBytes:
-        """Compute the memory of a training step with `batch` sequences on each GPU."""
+        """Compute the memory of a training step with `batch` sequences on each GPU.
+
+        `checkpointing` is False, True or "selective", as in nn/activation_checkpointing.py.
+        """
         return training_bytes(
             self.config,
             resolve_batch_shape(self.config, batch, length, target_length),
@@ -149,13 +156,14 @@ class Account:
         length: int | None = None,
         target_length: int | None = None,
         micro_batches: int | None = None,
-        checkpointing: bool = False,
+        checkpointing: CheckpointMode = False,
         optimizer: str = "adamw",
         hardware: Hardware = DEFAULT_HARDWARE,
     ) -> TrainingPlan:
         """Compute the memory, communication and time of a training step on each of `gpus` GPUs.
 
         `batch` is the number of sequences in a micro-batch on each rank of the data dimension; see training_plan.py.
+        `checkpointing` is False, True or "selective", as in nn/activation_checkpointing.py.
         """
         if isinstance(self.config, RecurrentConfig):
             raise ConfigError("plans are for Transformers, but this model is an LSTM")
@@ -189,11 +197,11 @@ class Account:
         """
         training_dtype = dtype if dtype in TRAINING_DTYPES else "bf16"
         training = {
-            ("fused" if fused else "plain") + ("_checkpointed" if checkpointing else ""): self.training_bytes(
-                batch, length, training_dtype, optimizer, fused, checkpointing, target_length, gpus
+            kernel + ending: self.training_bytes(
+                batch, length, training_dtype, optimizer, kernel == "fused", checkpointing, target_length, gpus
             ).to_dict()
-            for fused in (True, False)
-            for checkpointing in (False, True)
+            for kernel in ("fused", "plain")
+            for ending, checkpointing in CHECKPOINT_ENDINGS.items()
         }
         return {
             "name": self.name,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from monoblock.accounting.attention_tiles import count_tiles
 from monoblock.accounting.parameters import attention_linears
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, NormConfig, Rotary
 
+AttentionKernel = Literal["plain", "banded", "flex", "fused"]
 FLEX_FROM = 128  # FlexAttention is used from this many queries on, as in nn/attention_context.py
 
 
@@ -79,12 +80,28 @@ def _has_kernel_mask(attention: AttentionConfig, width: int, queries: int) -> bo
     return _has_mask_pattern(attention, queries) and not is_sparse
 
 
+def choose_kernel(attention: AttentionConfig, width: int, queries: int, keys: int, *, fused: bool) -> AttentionKernel:
+    """Return what computes attention; "plain" computes all attention weights."""
+    is_self_attention = queries == keys
+    if fused and is_self_attention and _is_banded(attention, width, queries):
+        return "banded"
+    if not fused or needs_plain_attention(attention):
+        return "plain"
+    is_sparse = is_self_attention and _has_mask_pattern(attention, queries) and not _has_score_bias(attention)
+    return "flex" if is_sparse and _supports_flex(attention, width, queries) else "fused"
+
+
+def count_scores(attention: AttentionConfig, queries: int, keys: int) -> int:
+    """Count the attention scores of one sequence."""
+    return attention.heads * queries * keys
+
+
 def attention_activations(
     attention: AttentionConfig, width: int, batch: int, queries: int, keys: int, *, fused: bool = False
 ) -> SavedActivations:
     """Count the activations that attention saves, from its normalized input to the input of its output matrix."""
     query, key, value, output = attention_linears(attention, width)
-    is_banded = fused and queries == keys and _is_banded(attention, width, queries)
+    is_banded = choose_kernel(attention, width, queries, keys, fused=fused) == "banded"
     is_plain = needs_plain_attention(attention) and not is_banded
     copies = attention.heads // attention.num_kv_heads if is_plain else 1
     keys_and_values = keys * (key.outputs + value.outputs)
@@ -106,7 +123,7 @@ def attention_activations(
             _fused_attention_activations(attention, width, queries, keys),
             SavedActivations(outputs, fp32_elements=batch * attention.heads * queries),
         )
-    matrix = batch * attention.heads * queries * keys
+    matrix = batch * count_scores(attention, queries, keys)
     return add_activations(saved, SavedActivations(attention_elements=matrix), _dropout_activations(attention, matrix))
 
 
@@ -130,7 +147,7 @@ def _plain_attention_activations(attention: AttentionConfig, batch: int, queries
 
     These are the softmax, the weights after mask or dropout, the capped scores, and masks.
     """
-    matrix = batch * attention.heads * queries * keys
+    matrix = batch * count_scores(attention, queries, keys)
     masked = attention.mask != "full" or _has_mask_pattern(attention, queries)
     copies = 1 + (attention.softcap is not None) + (masked or attention.dropout > 0)
     return SavedActivations(
@@ -152,7 +169,7 @@ def _bias_activations(attention: AttentionConfig, queries: int, keys: int, *, fu
 
     A learned bias also saves bucket indices and the mask.
     """
-    matrix = attention.heads * queries * keys if fused else 0
+    matrix = count_scores(attention, queries, keys) if fused else 0
     if isinstance(attention.positions, Alibi):
         return SavedActivations(attention_elements=matrix)
     masked = fused and attention.mask != "full"
@@ -160,9 +177,12 @@ def _bias_activations(attention: AttentionConfig, queries: int, keys: int, *, fu
 
 
 def shared_attention_activations(
-    attention: AttentionConfig, width: int, length: int, *, fused: bool
+    attention: AttentionConfig, width: int, length: int, *, fused: bool, recomputed: bool = False
 ) -> SavedActivations:
-    """Count what blocks with the same attention share: rotary angles, a bias, and a mask of queries that see no key."""
+    """Count what blocks with the same attention share: rotary angles, a bias, and a mask of queries that see no key.
+
+    Blocks that are recomputed also need the bias before it is converted for a kernel, in fp32.
+    """
     saved, positions = [], attention.positions
     is_banded = fused and _is_banded(attention, width, length)
     fused = fused and not needs_plain_attention(attention)
@@ -173,6 +193,7 @@ def shared_attention_activations(
         saved.append(SavedActivations(2 * length * (rotated // 2)))
     elif isinstance(positions, Alibi) or (isinstance(positions, Buckets) and positions.shared):
         saved.append(_bias_activations(attention, length, length, fused=fused))
+        saved.append(SavedActivations(fp32_elements=count_scores(attention, length, length) if recomputed else 0))
     tiles = count_tiles(attention, length) if is_banded else None
     if tiles is not None:
         saved.append(SavedActivations(raw_bytes=tiles.query_key_pairs + length))  # the mask of these tiles

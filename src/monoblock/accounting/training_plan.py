@@ -3,7 +3,8 @@
 The model of a step, with m micro-batches and p pipeline stages:
 
     compute      the FLOPs of the forward and backward pass on a rank, with checkpointing also those of the recomputed
-                 blocks, at the peak speed times `utilization`
+                 blocks, at the peak speed times `utilization`; selective checkpointing recomputes almost no matrix
+                 product, and the time of norms, activation functions and dropout is not modelled
     exposed      the time of transfers that the rank waits for: those of tensor parallelism and pipelines fully, those
                  of fsdp as far as they take longer than the computation, and those of ddp as far as they take longer
                  than the backward pass of the last micro-batch
@@ -17,10 +18,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from monoblock.accounting.communication import Transfer, step_transfers
-from monoblock.accounting.flops import Flops, flops
+from monoblock.accounting.flops import Flops, block_flops, flops
+from monoblock.accounting.kept_activations import block_mode, recomputes_attention
 from monoblock.accounting.parallel import GPUS_PER_NODE, ParallelPlan
+from monoblock.accounting.parameters import count_blocks
 from monoblock.accounting.rank_memory import RankMemory, rank_memory
 from monoblock.config.model import ModelConfig
+from monoblock.config.parts import CheckpointMode
 from monoblock.errors import InputError
 
 INTRA_BANDWIDTH = 450e9  # bytes per second that a GPU sends over NVLink 4 (H100, H200)
@@ -56,7 +60,7 @@ class TrainingPlan:
 
     parallel: ParallelPlan
     micro_batches: int
-    checkpointing: bool
+    checkpointing: CheckpointMode
     tokens_per_step: int
     memory: RankMemory
     fits: bool  # whether the peak is below the memory of a GPU
@@ -94,7 +98,7 @@ def plan_training(
     length: int | None = None,
     target_length: int | None = None,
     micro_batches: int | None = None,
-    checkpointing: bool = False,
+    checkpointing: CheckpointMode = False,
     optimizer: str = "adamw",
     hardware: Hardware = DEFAULT_HARDWARE,
 ) -> TrainingPlan:
@@ -120,7 +124,10 @@ def plan_training(
         gpus_per_node=hardware.gpus_per_node,
     )
     seconds = {t.dimension: t.seconds(hardware.intra_bandwidth, hardware.inter_bandwidth) for t in transfers}
-    compute = micro_batches * _rank_flops(costs, parallel, checkpointing) / (hardware.peak * hardware.utilization)
+    rank_flops = (costs.training + recomputed_flops(config, costs, checkpointing)) / (
+        parallel.tensor * parallel.pipeline  # which do equal parts
+    )
+    compute = micro_batches * rank_flops / (hardware.peak * hardware.utilization)
     in_pass = seconds.get("tensor", 0.0) + seconds.get("pipeline", 0.0)
     last_backward = compute / micro_batches * costs.backward / costs.training
     after = max(0.0, seconds.get("data", 0.0) - last_backward) + max(0.0, seconds.get("shard", 0.0) - compute)
@@ -144,10 +151,18 @@ def plan_training(
     )
 
 
-def _rank_flops(costs: Flops, parallel: ParallelPlan, checkpointing: bool) -> float:
-    """Return the FLOPs of a pass on one rank; tensor ranks and pipeline stages do equal parts."""
-    total = costs.training_checkpointed if checkpointing else costs.training
-    return total / (parallel.tensor * parallel.pipeline)
+def recomputed_flops(config: ModelConfig, costs: Flops, checkpointing: CheckpointMode) -> int:
+    """Return the FLOPs that the backward pass computes a second time because of checkpointing."""
+    total, shape = 0, costs.shape
+    for name, stack in config.stacks.items():
+        length = shape.source if name == "encoder" else shape.target
+        for block, times in count_blocks(stack).items():
+            mode, components = block_mode(block, checkpointing), block_flops(block, shape.batch, length, shape.source)
+            if mode is True:
+                total += times * sum(components.values())
+            elif mode == "selective" and recomputes_attention(block.attention, block.width, length):
+                total += times * components["attention.scores"]
+    return total
 
 
 def list_assumptions(parallel: ParallelPlan, hardware: Hardware) -> list[str]:
@@ -157,6 +172,7 @@ def list_assumptions(parallel: ParallelPlan, hardware: Hardware) -> list[str]:
         f"bandwidth of one GPU: {hardware.intra_bandwidth / 1e9:g} GB/s within a node of {hardware.gpus_per_node} "
         f"GPUs, {hardware.inter_bandwidth / 1e9:g} GB/s between nodes; no latency",
         "fused attention; memory is what PyTorch allocates, without the CUDA context, NCCL and fragmentation",
+        "selective checkpointing: recomputed norms, activation functions and dropout take no time",
     ]
     if parallel.shard > 1:
         lines.append("fsdp: fp32 shards, 16-bit weights gathered in each pass; transfers overlap with computation")

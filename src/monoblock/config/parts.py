@@ -21,6 +21,7 @@ from monoblock.config.schema import (
 from monoblock.errors import ConfigError
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity"]
+CheckpointMode = bool | Literal["selective"]  # activation checkpointing; nn/activation_checkpointing.py explains it
 
 # Sets of head kinds (HeadConfig.kind).
 VOCABULARY_HEADS = ("language_model", "masked_lm")  # logits over the vocabulary

@@ -11,16 +11,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from monoblock.config.parts import CheckpointMode
 from monoblock.kernels.fp8_linear import fp8_is_enabled, fp8_products
 from monoblock.nn.norm import frozen_statistics, has_statistics
 
-CheckpointMode = bool | Literal["selective"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 KERNEL_NAMESPACES = ("monoblock", "monoblock_python")  # of the operators in kernels/
 KEPT_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution")  # of aten, besides attention

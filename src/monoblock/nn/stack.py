@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary, StackConfig
+from monoblock.config.parts import CheckpointMode
 from monoblock.kernels.fp8_linear import hidden_dtype
-from monoblock.nn.activation_checkpointing import CheckpointMode, run_checkpointed
+from monoblock.nn.activation_checkpointing import run_checkpointed
 from monoblock.nn.attention import select_kept_heads
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig
-from monoblock.config.parts import SEQUENCE_HEADS
+from monoblock.config.parts import SEQUENCE_HEADS, CheckpointMode
 from monoblock.errors import InputError, with_article
-from monoblock.nn.activation_checkpointing import CheckpointMode
 from monoblock.nn.block import Block
 from monoblock.nn.embedding import Embedding, PatchEmbedding, build_input, tied_table
 from monoblock.nn.heads import Head, OutputLinear

@@ -16,10 +16,16 @@ BAR_WIDTH = 24  # characters of a full bar
 BAR_EIGHTHS = " ▏▎▍▌▋▊▉"
 MEMORY_MODES = {  # JSON key -> heading
     "fused": "fused",
+    "fused_selective": "fused, selective",
     "fused_checkpointed": "fused, checkpointed",
     "plain": "plain attention",
+    "plain_selective": "plain, selective",
     "plain_checkpointed": "plain, checkpointed",
 }
+CHECKPOINTING_NOTE = (
+    "checkpointed: training keeps the input of each block, and recomputes the rest\n"
+    "selective: it also keeps the outputs of matrix products and attention"
+)
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "attention_matrices", "total")
 FLOP_TOTALS = ("forward", "forward_needed", "backward", "training", "training_checkpointed")
 
@@ -68,6 +74,7 @@ def _print_memory(report: dict[str, Any]) -> None:
             for part in MEMORY_PARTS
         ]
         print_table(("part", *MEMORY_MODES.values()), rows)
+        click.echo(CHECKPOINTING_NOTE)
     click.echo(f"\nInference: weights in {memory['dtype']} {format_bytes(memory['weights'])}, ", nl=False)
     click.echo(f"key/value cache in {memory['trained_in']} {format_bytes(report['kv_cache_bytes'])}")
 

@@ -20,13 +20,19 @@ from monoblock.accounting.training_plan import (
 from monoblock.cli._shared.number_types import NumberRange
 from monoblock.cli._shared.output import format_bytes, format_count, print_table
 from monoblock.config.model import RecurrentConfig
+from monoblock.config.parts import CheckpointMode
 from monoblock.errors import ConfigError
 
 if TYPE_CHECKING:
     from monoblock.accounting.report import Account
 
 DEFAULT_MEMORY = 80  # GB of an H100
-MODES = {"plain": "without checkpointing", "checkpointed": "with checkpointing"}
+MODES: dict[str, tuple[CheckpointMode, str]] = {  # JSON key -> (mode of checkpointing, heading)
+    "plain": (False, "without checkpointing"),
+    "selective": ("selective", "selective checkpointing"),
+    "checkpointed": (True, "full checkpointing"),
+}
+HEADINGS = tuple(heading for _, heading in MODES.values())
 MEMORY_ROWS = ("weights", "gradients", "optimizer", "weight_copies", "gathered_layers", "activations", "logits")
 
 # Option -> (the options without any of which it has no effect, its default value).
@@ -102,7 +108,7 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def build_plan(model_account: Account, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the plan as JSON values, with and without checkpointing."""
+    """Return the plan as JSON values, for every mode of checkpointing."""
     config = model_account.config
     if isinstance(config, RecurrentConfig):
         raise ConfigError("--strategy plans the training of Transformers, but this model is an LSTM; leave it out")
@@ -118,8 +124,8 @@ def build_plan(model_account: Account, options: dict[str, Any]) -> dict[str, Any
     parallel = plan_ranks(config, options["strategy"], options["gpus"], **sizes)
     shape = {key: options[key] for key in ("batch", "length", "target_length", "micro_batches", "optimizer")}
     modes = {}
-    for mode in MODES:
-        plan = plan_training(config, parallel, **shape, checkpointing=mode == "checkpointed", hardware=hardware)
+    for mode, (checkpointing, _) in MODES.items():
+        plan = plan_training(config, parallel, **shape, checkpointing=checkpointing, hardware=hardware)
         modes[mode] = plan.to_dict()
         if options["tokens"]:
             hours = plan.gpu_hours(options["tokens"])
@@ -156,12 +162,12 @@ def print_plan(report: dict[str, Any]) -> None:
     rows.append(("reached at", *(mode["memory"]["peak_at"] for mode in modes)))
     capacity = f"fits in {plan['hardware']['memory'] / 1e9:g} GB"
     rows.append((capacity, *("yes" if mode["fits"] else "no" for mode in modes)))
-    print_table(("memory of a rank", *MODES.values()), rows)
+    print_table(("memory of a rank", *HEADINGS), rows)
     if first["transfers"]:
         click.echo()
-        print_table(("a rank sends in a step", *MODES.values(), "over"), _transfer_rows(modes))
+        print_table(("a rank sends in a step", *HEADINGS, "over"), _transfer_rows(modes))
     click.echo()
-    print_table(("time of a step", *MODES.values()), _time_rows(modes))
+    print_table(("time of a step", *HEADINGS), _time_rows(modes))
     click.echo("\nThe plan assumes:")
     for line in plan["assumptions"]:
         click.echo(f"- {line}")
