@@ -12,6 +12,7 @@ from monoblock.accounting.flops import count_attention_pairs, gpu_hours, rule_of
 from monoblock.accounting.report import account
 from monoblock.accounting.training_plan import recomputed_flops
 from monoblock.config.families import bert, gpt, llama, t5, vaswani
+from monoblock.config.knobs import vary
 from monoblock.config.model import AttentionConfig, FramesConfig, RecurrentConfig
 from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.presets import PRESETS, preset, tiny
@@ -115,19 +116,23 @@ def test_checkpointing_costs_one_more_forward_pass_of_the_blocks():
     assert flops == account(config).flops(BATCH, SOURCE).training_checkpointed
 
 
-@pytest.mark.parametrize(("mode", "passes"), [(False, 0), ("selective", 0), (True, 1)])
-def test_what_checkpointing_computes_a_second_time(mode, passes):
+@pytest.mark.parametrize("mode", [False, "selective", True])
+def test_what_checkpointing_computes_a_second_time(mode):
+    """The tap makes attention plain, so that selective checkpointing recomputes it; a fused kernel's output is kept."""
     costs = account("gpt2").flops(BATCH)
-    assert recomputed_flops(preset("gpt2"), costs, mode) == passes * costs.forward_blocks
+    assert recomputed_flops(preset("gpt2"), costs, mode) == (costs.forward_blocks if mode is True else 0)
     model, (ids,) = build_model(tiny("gpt2"), "cpu").train().recompute(mode), model_inputs(tiny("gpt2"), "cpu")[0]
     with set_checkpoint_early_stop(False):
         measured = count_flops(lambda: model(ids, tap=identity_tap).sum().backward())
     costs = account(tiny("gpt2")).flops(BATCH, SOURCE)
-    assert measured == costs.training + recomputed_flops(tiny("gpt2"), costs, mode)
+    plain = costs.components["decoder.attention.scores"] if mode == "selective" else 0
+    assert measured == costs.training + plain + recomputed_flops(tiny("gpt2"), costs, mode)
 
 
-def test_selective_checkpointing_recomputes_flex_attention_which_is_compiled():
-    config = gpt(vocab=61, width=32, depth=3, heads=2, context=512, window=64)
+@pytest.mark.parametrize("changes", [{"window": 64}, {"window": 64, "attention_dropout": 0.1}, {"softcap": 5.0}])
+def test_selective_checkpointing_recomputes_attention_whose_output_it_cannot_keep(changes):
+    """FlexAttention, banded attention and plain attention."""
+    config = vary(gpt(vocab=61, width=32, depth=3, heads=2, context=512), **changes)
     costs = account(config).flops(BATCH, 512)
     assert recomputed_flops(config, costs, "selective") == costs.components["decoder.attention.scores"]
 

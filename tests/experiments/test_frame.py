@@ -6,7 +6,7 @@ from dataclasses import replace
 import experiment_support as support
 import pytest
 
-from monoblock.errors import ConfigError
+from monoblock.errors import ConfigError, FileError
 from monoblock.experiments.claims import Claim
 from monoblock.experiments.frame.pages import write_page
 from monoblock.experiments.frame.report import Report, format_mean
@@ -55,6 +55,23 @@ def test_a_line_that_a_crash_cut_short_is_run_again(tmp_path):
     path = tmp_path / RESULTS_FILE
     path.write_text(path.read_text()[:-20])
     assert run(tmp_path, seeds="1")[1] == ["same, seed 1"]
+    assert run(tmp_path, seeds="1")[1] == [], "the new line does not continue the one that was cut short"
+
+
+def test_a_last_line_without_an_end_is_not_lost(tmp_path):
+    run(tmp_path, seeds="1")
+    path = tmp_path / RESULTS_FILE
+    path.write_text(path.read_text().rstrip("\n"))
+    report, ran = run(tmp_path, seeds="1,2")
+    assert len(ran) == 3
+    assert {arm: sorted(seeds) for arm, seeds in report.by_seed().items()} == {arm: [1, 2] for arm in support.LOSSES}
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_a_trial_runs(tmp_path):
+    (tmp_path / "file").touch()
+    request = request_for(tmp_path / "file" / "folder")
+    with pytest.raises(FileError, match="folder cannot be written: Not a directory"):
+        list(run_trials(EXPERIMENT, plan_trials(EXPERIMENT, request), request))
 
 
 @pytest.mark.parametrize(

@@ -296,6 +296,9 @@ MODELS = {
     "rotary, grouped": llama(**SIZES, window=33, kv_heads=2),
     "softcap": vary(gpt(**SIZES, window=50), softcap=3.0),
     "bidirectional": bert(**SIZES, window=20),
+    "global tokens": vary(bert(**SIZES, window=20), global_tokens=True),
+    "causal, global and random": vary(gpt(**SIZES, window=20), global_tokens=True, random_blocks=1, block_size=16),
+    "prefix": vary(gpt(**SIZES), mask="prefix"),
 }
 
 
@@ -305,6 +308,8 @@ def test_a_model_gives_the_same_logits_and_gradients(name, is_padded, monkeypatc
     model = randomize_weights(Transformer(MODELS[name])).double().eval()
     ids = torch.randint(61, (2, 600), generator=generator(1))
     options = {"attention_mask": torch.arange(600) < torch.tensor([[600], [431]])} if is_padded else {}
+    if (model.encoder or model.decoder).uses_flags:
+        options["flags"] = torch.arange(600) < torch.tensor([[7], [40]])
 
     def run():
         out = model(ids, **options)

@@ -1,11 +1,9 @@
 """What a block keeps from the forward to the backward pass with activation checkpointing.
 
     True           its input
-    "selective"    its input, and the outputs of its products: of matrices (also of each expert and the router), and of
-                   attention. A fused kernel also returns the log-sum-exp, which is kept. Plain attention is two
-                   products, so its scores and its output are kept. FlexAttention is compiled, so that checkpointing
-                   does not see it: it is recomputed. Banded attention (nn/banded), which is for CPUs, also keeps the
-                   scores of its tiles, which are not counted.
+    "selective"    its input, and the outputs of its matrices (also of each expert and the router) and of a fused
+                   attention kernel, with its log-sum-exp. Attention without such a kernel is recomputed, and so is
+                   FlexAttention: it is compiled, so that checkpointing does not see it.
 
 While a block is recomputed it has all its activations (activations.py); outputs that autograd does not save, as those
 of the last matrix of attention, are released again. A block with batch norms is recomputed as with True.
@@ -15,7 +13,7 @@ from __future__ import annotations
 
 from monoblock.accounting.flops import BatchShape
 from monoblock.accounting.parameters import attention_linears, feedforward_linears, router_linear
-from monoblock.accounting.saved_activations import SavedActivations, add_activations, choose_kernel, count_scores
+from monoblock.accounting.saved_activations import SavedActivations, add_activations, choose_kernel
 from monoblock.config.model import AttentionConfig, BlockConfig
 from monoblock.config.parts import CheckpointMode
 from monoblock.errors import ConfigError
@@ -33,8 +31,8 @@ def block_mode(block: BlockConfig, checkpointing: CheckpointMode) -> CheckpointM
 
 
 def recomputes_attention(attention: AttentionConfig, width: int, length: int) -> bool:
-    """Return whether selective checkpointing recomputes fused self-attention, because FlexAttention is compiled."""
-    return choose_kernel(attention, width, length, length, fused=True) == "flex"
+    """Return whether selective checkpointing recomputes self-attention, because it has no kernel that can be kept."""
+    return choose_kernel(attention, width, length, length, fused=True) != "fused"
 
 
 def product_outputs(block: BlockConfig, shape: BatchShape, length: int, *, fused: bool = False) -> SavedActivations:
@@ -54,11 +52,10 @@ def _attention_outputs(
     query, key, value, output = attention_linears(attention, width)
     kernel = choose_kernel(attention, width, queries, keys, fused=fused)
     elements = queries * (query.outputs + output.outputs) + keys * (key.outputs + value.outputs)
-    heads = queries * output.inputs
+    if kernel != "fused":
+        return SavedActivations(batch * elements)
     return SavedActivations(
-        batch * (elements if kernel == "flex" else elements + heads),
-        attention_elements=batch * count_scores(attention, queries, keys) if kernel == "plain" else 0,
-        fp32_elements=batch * attention.heads * queries if kernel == "fused" else 0,
+        batch * (elements + queries * output.inputs), fp32_elements=batch * attention.heads * queries
     )
 
 

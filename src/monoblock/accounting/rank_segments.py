@@ -37,7 +37,7 @@ class Segment(NamedTuple):
     working: int = 0  # gradients at the start of its backward pass, while all its activations are saved
     end_working: int = 0  # gradients and inputs at the end of its backward pass, when its activations are released
     forward_working: int = 0  # tensors that only the forward pass needs: logits, and the hidden states of the head
-    cached_copies: int = 0  # copies of weights that autocast keeps to the end of the forward pass, if recomputed
+    cached_copies: int = 0  # copies of weights that autocast keeps through the forward pass of full checkpointing
     is_block: bool = False
 
 
@@ -77,7 +77,7 @@ def _block_segments(
                 saved=kept,
                 copies=0,
                 recomputed=saved + copies - kept,
-                cached_copies=copies - 2 * joined if copied else 0,
+                cached_copies=copies - 2 * joined if copied and mode is True else 0,
             )
         yield segment
 

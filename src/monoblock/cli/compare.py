@@ -65,6 +65,7 @@ def command(
 ) -> None:
     from monoblock.experiments.frame.pages import write_page
     from monoblock.experiments.frame.report import Report
+    from monoblock.experiments.frame.results import check_writable
     from monoblock.experiments.frame.runner import Request, count_hidden, plan_trials, run_trials, select_results
     from monoblock.experiments.table import load_experiment
 
@@ -89,6 +90,8 @@ def command(
         _print_plan(record, request, as_json)
         return
     trials = plan_trials(record, request)
+    if write is not None:
+        check_writable(write)
     if not table:
         try:
             for message in run_trials(record, trials, request):
@@ -98,7 +101,8 @@ def command(
             raise
     report = Report(record, tuple(select_results(record, trials, request)), note)
     if not report.results:
-        raise ConfigError(f"{folder} has no results of {experiment} with these options; leave out --table to run it")
+        hint = "; leave out --table to run it" if table else ""
+        raise ConfigError(f"{folder} has no results of {experiment} with these options{hint}")
     if hidden := count_hidden(record, trials, request):
         click.echo(f"{hidden} results with the packaged corpus are left out beside those with the real one", err=True)
     if write is not None:

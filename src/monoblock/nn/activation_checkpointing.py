@@ -1,9 +1,11 @@
 """Activation checkpointing: training keeps few activations of a block and recomputes the others in the backward pass.
 
 True          keeps the input of the block only (Chen et al. 2016): least memory, a third more computation
-"selective"   also keeps the outputs of matrix products and attention, which are expensive to compute, and
-              recomputes the rest: norms, activation functions and dropout.  A block with batch norms is recomputed
-              as with True, because torch requires the same operators, and their statistics are not updated again.
+"selective"   also keeps the outputs of linear layers and of fused attention, which are expensive to compute, and
+              recomputes the rest: norms, activation functions, dropout, and attention without a fused kernel, whose
+              scores would take much memory.  FlexAttention is recomputed unless the model is compiled: it is compiled
+              by itself, so that torch cannot keep its outputs.  A block with batch norms is recomputed as with True,
+              because torch requires the same operators, and their statistics are not updated again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from monoblock.nn.norm import frozen_statistics, has_statistics
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 KERNEL_NAMESPACES = ("monoblock", "monoblock_python")  # of the operators in kernels/
-KEPT_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution")  # of aten, besides attention
+KEPT_OPERATORS = ("mm", "addmm", "_scaled_mm", "convolution")  # of aten, besides attention
 
 
 def run_checkpointed(block: nn.Module, *inputs: Any, mode: CheckpointMode, **options: Any) -> Tensor:
@@ -32,8 +34,24 @@ def run_checkpointed(block: nn.Module, *inputs: Any, mode: CheckpointMode, **opt
         options["context_fn"] = functools.partial(_eager_contexts, block, mode, fp8_is_enabled())
     elif mode == "selective":  # torch.compile recomputes operators, not the block, so there is no state to restore
         options["context_fn"] = _selective_contexts
-    out: Tensor = checkpoint(block, *inputs, use_reentrant=False, **options)
+    is_cached = mode != "selective" or torch.compiler.is_compiling()
+    with nullcontext() if is_cached else _without_weight_cache():
+        out: Tensor = checkpoint(block, *inputs, use_reentrant=False, **options)
     return out
+
+
+@contextmanager
+def _without_weight_cache() -> Iterator[None]:
+    """Convert weights at every use under autocast, so that a block that runs twice has the same operators each time.
+
+    `checkpoint` recomputes with this setting too.
+    """
+    is_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_enabled)
 
 
 def _selective_contexts() -> Contexts:

@@ -7,11 +7,12 @@ The plot shows what the experiment declares: one column over another (`scatter`)
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from monoblock.errors import ConfigError, FileError
-from monoblock.experiments.frame.report import Report
+from monoblock.experiments.frame.report import NOTE, Report
 from monoblock.experiments.frame.results import read_results
 from monoblock.interop.atomic_write import write_atomically
 from monoblock.plots.arms import ArmCurves, ArmValues, draw_arm_curves, draw_arm_points, draw_arm_scatter
@@ -54,7 +55,10 @@ def _curves(report: Report, curve: str, x_label: str) -> ArmCurves | None:
 
 
 def write_page(report: Report, folder: Path) -> list[Path]:
-    """Write NAME.md, NAME.jsonl and, if matplotlib is there, NAME.png; return the files written."""
+    """Write NAME.md, NAME.jsonl and, if matplotlib is there, NAME.png; return the files written.
+
+    If the report has no note, that of the page which it replaces is kept.
+    """
     name, written = report.experiment.name, []
     folder.mkdir(parents=True, exist_ok=True)
     _check_nothing_is_lost(report, folder / f"{name}.jsonl")
@@ -65,9 +69,16 @@ def write_page(report: Report, folder: Path) -> list[Path]:
         if "matplotlib" not in str(problem):
             raise
     page, lines = folder / f"{name}.md", folder / f"{name}.jsonl"
+    report = report if report.note else replace(report, note=_read_note(page))
     write_atomically(page, report.to_markdown(picture.name if written else None))
     write_atomically(lines, "".join(result.to_line() + "\n" for result in report.results))
     return [page, lines, *written]
+
+
+def _read_note(page: Path) -> str:
+    """Return the note of a page, or an empty text."""
+    lines = page.read_text(encoding="utf-8").splitlines() if page.is_file() else []
+    return next((line.removeprefix(NOTE) for line in lines if line.startswith(NOTE)), "")
 
 
 def _check_nothing_is_lost(report: Report, path: Path) -> None:

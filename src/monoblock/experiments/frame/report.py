@@ -19,6 +19,7 @@ MAX_DECIMALS = 4  # of a number in the table
 MAX_RANGE = 100  # how much larger than the smallest mean of a column the largest may be, to have as many decimals
 SMOKE_VERDICT: dict[str, Any] = {"verdict": "inconclusive", "reason": "the numbers of a smoke run mean nothing"}
 CORPUS = "data.corpus="
+NOTE = "Note: "  # the beginning of the line of a page with the note
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Report:
 
     experiment: Experiment
     results: tuple[Result, ...]
-    note: str = ""  # of the person who ran it
+    note: str = ""  # of the person who ran it, about these runs
 
     @property
     def _measured(self) -> list[str]:
@@ -204,8 +205,9 @@ class Report:
         lines += [f"![{experiment.name}]({picture})", ""] if picture else []
         lines += self._arms_table()
         lines += [" ".join(self._how_measured()), ""]
-        reading = " ".join(part for part in (experiment.reading, self.note) if part)
-        return "\n".join([*lines, f"Reading: {reading}"] if reading else lines).rstrip() + "\n"
+        lines += [f"Reading: {experiment.reading}", ""] if experiment.reading else []
+        lines += [f"{NOTE}{self.note}"] if self.note else []
+        return "\n".join(lines).rstrip() + "\n"
 
     def _arms_table(self) -> list[str]:
         arms = [self.experiment.arm(name) for name in self._measured]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -88,16 +89,33 @@ def recipe_changes(experiment: Experiment, trial: Trial) -> tuple[str, ...]:
 
 
 def append_result(path: Path, result: Result) -> None:
-    """Append a line in one write, so that several processes can append to the same file."""
+    """Append a line in one write, so that several processes can append to the same file.
+
+    If the last line has no end, because it was cut short or copied without it, the new line does not continue it.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(descriptor, (result.to_line() + "\n").encode())
+            is_complete = os.lseek(descriptor, 0, os.SEEK_END) == 0
+            if not is_complete:
+                os.lseek(descriptor, -1, os.SEEK_END)
+                is_complete = os.read(descriptor, 1) == b"\n"
+            os.write(descriptor, ("" if is_complete else "\n").encode() + (result.to_line() + "\n").encode())
         finally:
             os.close(descriptor)
     except OSError as problem:
         raise FileError(f"{path} cannot be written: {problem.strerror or problem}") from None
+
+
+def check_writable(folder: Path) -> None:
+    """Create a folder, and raise FileError if no file can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as problem:
+        raise FileError(f"{folder} cannot be written: {problem.strerror or problem}") from None
 
 
 def read_results(paths: Iterable[Path], experiment: str) -> list[Result]:

@@ -24,6 +24,7 @@ from monoblock.experiments.frame.results import (
     RESULTS_FILE,
     Result,
     append_result,
+    check_writable,
     read_results,
     recipe_changes,
     trial_settings,
@@ -126,6 +127,7 @@ def run_trials(experiment: Experiment, trials: Sequence[Trial], request: Request
     for key, _, value in (word.partition("=") for word in request.overrides):
         if key == "train.device":
             check_device(value)
+    check_writable(request.folder)
     if request.smoke:
         write_toy_corpus(experiment.toy, request.folder)
     done = {result.key for result in stored_results(experiment, request)}

@@ -107,9 +107,12 @@ def _flagged_first(tokens: TokenPositions) -> Tensor | None:
 def _reorder(tokens: TokenPositions, order: Tensor | None) -> TokenPositions:
     if order is None:
         return tokens
-    return replace(
-        tokens.map_tensors(lambda t: t.expand(order.shape[0], -1).gather(1, order.expand(t.shape[0], -1))), start=None
-    )
+
+    def reorder(t: Tensor) -> Tensor:
+        rows = max(t.shape[0], order.shape[0])  # positions that all rows share, or an order, have one row
+        return t.expand(rows, -1).gather(1, order.expand(rows, -1))
+
+    return replace(tokens.map_tensors(reorder), start=None)
 
 
 def find_tile_pairs(mask: Mask, q: TokenPositions, k: TokenPositions, tile: int) -> _TilePairs:
