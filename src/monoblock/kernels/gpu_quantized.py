@@ -57,14 +57,18 @@ def prepare_matrix(packed: Tensor, scale: Tensor, least: Tensor | None) -> GpuQu
 
 def supports_quantized_linear(x: Tensor, matrix: GpuQuantizedMatrix) -> bool:
     """Return whether `quantized_linear` can be used: for a single 16-bit vector on a GPU, and whole groups."""
-    K = x.shape[-1]
-    is_vector = x.is_cuda and x.numel() == K and x.dtype in (torch.float16, torch.bfloat16) and is_available()
-    return (
-        is_vector
-        and _num_columns(matrix) == K
-        and K % QUANTIZED_BLOCK == 0
-        and _group_size(matrix) % QUANTIZED_BLOCK == 0
-    )
+    return is_gpu_vector(x) and has_kernel(matrix, x.shape[-1])
+
+
+def is_gpu_vector(x: Tensor) -> bool:
+    """Return whether x is a single 16-bit vector on a GPU that has the kernels."""
+    return x.is_cuda and x.numel() == x.shape[-1] and x.dtype in (torch.float16, torch.bfloat16) and is_available()
+
+
+def has_kernel(matrix: GpuQuantizedMatrix, in_features: int) -> bool:
+    """Return whether the kernel can read a matrix: its rows have no padding, and its groups consist of whole blocks."""
+    sizes = (in_features, _group_size(matrix))
+    return _num_columns(matrix) == in_features and all(size % QUANTIZED_BLOCK == 0 for size in sizes)
 
 
 class NextNorm(NamedTuple):
@@ -93,7 +97,7 @@ def quantized_linear(
     added = (matrix.packed if bias is None else bias, matrix.packed if residual is None else residual)
     vector = get_quantized(x) or _quantize(x.contiguous())
     vector, squares, eps = vector if isinstance(vector, NormInput) else (vector, None, 0.0)
-    next_norm = next_norm if _joins_norm(matrix) else None
+    next_norm = next_norm if can_join_norm(matrix) else None
     rows, blocks, ahead, warps = _tile(matrix, N) if next_norm is None else (QUANTIZED_BLOCK, *NORM_TILE)
     _triton_kernels().quantized_matvec_kernel[(-(-N // rows),)](
         *vector, vector.sums if squares is None else squares, matrix.packed, matrix.scales, *added, out,
@@ -119,7 +123,8 @@ def get_started_norm(x: Tensor, weight: Tensor | None, unread: Tensor) -> Tensor
     return out
 
 
-def _joins_norm(matrix: GpuQuantizedMatrix) -> bool:
+def can_join_norm(matrix: GpuQuantizedMatrix) -> bool:
+    """Return whether a product can also compute the input of a norm of its output, and is faster for it."""
     N = len(matrix.packed)
     return matrix.bits == 4 and N >= MIN_NORM_ROWS and N % QUANTIZED_BLOCK == 0
 

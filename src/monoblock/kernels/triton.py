@@ -2,8 +2,8 @@
 
 With PDL (programmatic dependent launch, from compute capability 9.0 on) the next kernel starts while this one still
 runs, and loads weights, which do not depend on it; `wait_for_previous` then waits until all kernels before it have
-ended.  So what a kernel loads before it waits (weights, or the cache of the steps before) must not be written by one
-of these kernels directly before it.
+ended.  Kernels start before they wait, so several can run ahead: what a kernel loads before it waits must not be
+written by any of these kernels in the same step (weights, or the cache of the steps before).
 """
 
 from __future__ import annotations

@@ -159,13 +159,15 @@ def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Tra
 
 
 def refresh(copied: Transformer) -> None:
-    """Update the weights that an inference copy does not share with its model: joined projections, a padded table."""
+    """Update the weights that an inference copy does not share with its model: joined layers and a padded table."""
     with torch.inference_mode(False), torch.no_grad():
         for module in list_modules(copied):
             if isinstance(module, (InferenceAttention, InferenceFeedForward)) and module.fused is not None:
                 module.fused.refresh()
             elif isinstance(module, InferenceHead) and module.padded is not None:
                 module.padded.refresh()
+            elif isinstance(module, InferenceQuantizedLinear | InferenceQuantizedEmbedding):
+                module.refresh()
 
 
 def is_cpu_fp32(model: nn.Module) -> bool:

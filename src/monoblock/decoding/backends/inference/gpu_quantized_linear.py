@@ -19,6 +19,8 @@ from monoblock.kernels.gpu_quantized import (
     NextNorm,
     can_dequantize,
     dequantize,
+    has_kernel,
+    is_gpu_vector,
     prepare_matrix,
     quantized_linear,
     supports_quantized_linear,
@@ -29,8 +31,9 @@ from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, 
 class JoinedMatrix:
     """The quantized matrices (N, K) of layers with the same input as one matrix (ΣN, K), as the kernels read it.
 
-    It is made again when a layer's tensors were written in place.  Packed weights are copied if there are several
-    layers whose tensors are not next to each other in memory (see `mb.optimize`).
+    When a layer's tensors were written in place, it is made again and copied into the same tensors, which recorded
+    CUDA graphs read.  Packed weights are copied if there are several layers whose tensors are not next to each other in
+    memory (see `mb.optimize`).
     """
 
     def __init__(self, layers: Sequence[QuantizedMatrix]) -> None:
@@ -39,15 +42,25 @@ class JoinedMatrix:
         self._versions: list[int] = []
 
     def get(self) -> GpuQuantizedMatrix:
-        versions = [t._version for layer in self.layers for t in layer.packed_matrix if t is not None]
-        if self._matrix is None or versions != self._versions:
-            with torch.inference_mode(False), torch.no_grad():
-                columns = zip(*(layer.packed_matrix for layer in self.layers), strict=True)
-                packed, scale, least = (_join([t for t in column if t is not None]) for column in columns)
+        tensors = [t for layer in self.layers for t in layer.packed_matrix if t is not None]
+        versions = [0 if t.is_inference() else t._version for t in tensors]
+        if self._matrix is None:
+            self._matrix = self._build()
+        elif versions != self._versions:
+            with torch.no_grad():
+                for old, new in zip(self._matrix[:2], self._build()[:2], strict=True):
+                    if old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+        self._versions = versions
+        return self._matrix
+
+    def _build(self) -> GpuQuantizedMatrix:
+        with torch.inference_mode(False), torch.no_grad():
+            columns = zip(*(layer.packed_matrix for layer in self.layers), strict=True)
+            packed, scale, least = (_join([t for t in column if t is not None]) for column in columns)
             assert packed is not None
             assert scale is not None
-            self._matrix, self._versions = prepare_matrix(packed, scale, least), versions
-        return self._matrix
+            return prepare_matrix(packed, scale, least)
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -65,6 +78,11 @@ class _WithKernel(QuantizedMatrix):
         if self._joined is None:
             self._joined = JoinedMatrix([self])
         return self._joined
+
+    def refresh(self) -> None:
+        """Read the weights again if they were written, so that recorded CUDA graphs have the new ones."""
+        if self._joined is not None:
+            self._joined.get()
 
     def supports_kernel(self, x: Tensor) -> bool:
         """Return whether the kernel can multiply the last vectors of x (…, in_features)."""
@@ -88,12 +106,8 @@ class InferenceQuantizedLinear(_WithKernel, QuantizedLinear):
 
     def can_add_residual(self, x: Tensor) -> bool:
         """Return whether `forward` can add a residual x to its output."""
-        is_vector = x.is_cuda and x.numel() == x.shape[-1] and x.dtype == self.dtype and x.is_contiguous()
-        return (
-            is_vector
-            and self.activation_bits == 16
-            and supports_quantized_linear(x.new_empty(self.in_features), self.joined.get())
-        )
+        is_vector = is_gpu_vector(x) and x.dtype == self.dtype and x.is_contiguous()
+        return is_vector and self.activation_bits == 16 and has_kernel(self.joined.get(), self.in_features)
 
     @property
     def reads_rounded_input(self) -> bool:
@@ -129,7 +143,8 @@ class FusedQuantizedLinear:
         self.bias = torch.cat(biases) if biases else None
 
     def refresh(self) -> None:
-        """Copy the layers' current biases again; the matrices notice changes themselves."""
+        """Copy the layers' current weights and biases again, where they are copies."""
+        self.joined.get()
         if self.bias is not None:
             self.bias.copy_(torch.cat([layer.bias.detach() for layer in self.layers if layer.bias is not None]))
 

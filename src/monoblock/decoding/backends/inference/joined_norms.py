@@ -20,27 +20,33 @@ from monoblock.decoding.backends.inference.inference_modules import (
     InferenceNorm,
 )
 from monoblock.kernels.gpu import ACTIVATION_CODES
-from monoblock.kernels.gpu_quantized import NextNorm
+from monoblock.kernels.gpu_quantized import NextNorm, can_join_norm, has_kernel
 from monoblock.nn.block import Block
 from monoblock.nn.stack import Stack
 
 
 class _Sublayer(NamedTuple):
     norm: nn.Module | None  # of its input
-    reads_rounded: bool  # whether quantized products alone read the normalized input
+    first: object  # what alone reads the normalized input, or None
     last: nn.Module | None  # the layer that computes its output
 
 
 def join_norms(stack: Stack) -> None:
     """Let the products around each RMS norm of a pre-norm stack compute it, where they can."""
     for before, after in pairwise(_sublayers(stack)):
-        norm, last = after.norm, before.last
-        if not (isinstance(norm, InferenceNorm) and isinstance(last, InferenceQuantizedLinear)):
-            continue
-        config, weight = norm.config, norm.weight
-        if after.reads_rounded and config.kind == "rms" and not config.unit_offset and weight is not None:
-            last.next_norm = NextNorm(weight, config.eps)
-            norm.unread = torch.full((1,), float("nan"), dtype=last.dtype, device=weight.device)
+        norm, first, last = after.norm, after.first, before.last
+        if isinstance(norm, InferenceNorm) and isinstance(first, FusedQuantizedLinear) and _has_weight_only(norm):
+            is_read = has_kernel(first.joined.get(), stack.config.width)
+            if is_read and isinstance(last, InferenceQuantizedLinear) and can_join_norm(last.joined.get()):
+                assert norm.weight is not None
+                last.next_norm = NextNorm(norm.weight, norm.config.eps)
+                norm.unread = torch.full((1,), float("nan"), dtype=last.dtype, device=norm.weight.device)
+
+
+def _has_weight_only(norm: InferenceNorm) -> bool:
+    """Return whether a norm is x / sqrt(mean of x² + eps) times a weight."""
+    config = norm.config
+    return config.kind == "rms" and not config.unit_offset and norm.weight is not None
 
 
 def _sublayers(stack: Stack) -> Iterator[_Sublayer]:
@@ -53,11 +59,11 @@ def _sublayers(stack: Stack) -> Iterator[_Sublayer]:
 def _sublayer(block: Block, name: str) -> _Sublayer:
     config, sublayer = block.config, getattr(block, name)
     if config.norm_place != "pre" or config.residual != "sequential":
-        return _Sublayer(None, False, None)
-    is_fused = isinstance(getattr(sublayer, "fused", None), FusedQuantizedLinear)
+        return _Sublayer(None, None, None)
     norm = getattr(block, f"{name}_norm")
     if name == "attention" and isinstance(sublayer, InferenceAttention):
-        return _Sublayer(norm, is_fused, sublayer.output)
+        return _Sublayer(norm, sublayer.fused, sublayer.output)
     if name == "feedforward" and isinstance(sublayer, InferenceFeedForward):
-        return _Sublayer(norm, is_fused and sublayer.config.activation in ACTIVATION_CODES, sublayer.down)
-    return _Sublayer(None, False, None)
+        has_activation = sublayer.config.activation in ACTIVATION_CODES
+        return _Sublayer(norm, sublayer.fused if has_activation else None, sublayer.down)
+    return _Sublayer(None, None, None)
