@@ -8,7 +8,7 @@ import pytest
 
 from monoblock.errors import ConfigError, FileError
 from monoblock.experiments.claims import Claim
-from monoblock.experiments.frame.pages import write_page
+from monoblock.experiments.frame.pages import read_note, write_page
 from monoblock.experiments.frame.report import Report, format_mean
 from monoblock.experiments.frame.results import RESULTS_FILE, Result, read_results, trial_settings
 from monoblock.experiments.frame.rules import Rule, confidence_interval
@@ -305,6 +305,19 @@ def test_a_page_does_not_replace_results_that_it_leaves_out(tmp_path):
     with pytest.raises(ConfigError, match=r"has 3 results that this call would delete \(arms old\)"):
         write_page(fewer, tmp_path)
     assert lines.read_text() == before
+
+
+def test_a_page_keeps_its_note(tmp_path):
+    report, _ = run(tmp_path / "runs", seeds="1")
+    page = tmp_path / f"{EXPERIMENT.name}.md"
+    for note, expected in (
+        ("", ""),
+        ("the GPU was shared", "the GPU was shared"),
+        ("", "the GPU was shared"),
+        ("b", "b"),
+    ):
+        write_page(replace(report, note=note), tmp_path)
+        assert read_note(page) == expected
 
 
 def test_the_page_names_keys_of_speed_that_differ_between_trials(tmp_path):

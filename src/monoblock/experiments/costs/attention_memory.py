@@ -139,6 +139,17 @@ EXPERIMENT = Experiment(
             at_most=0.05,
             is_exact=True,
         ),
+        Rule(
+            statement="at 4,096 tokens the fused kernel keeps at most a tenth of the bytes",
+            metric="saved_bytes",
+            arm="fused",
+            at="4096",
+            quantity="ratio",
+            other="plain",
+            at_most=0.1,
+            is_exact=True,
+            late="the rule, with the factor of the document",
+        ),
     ),
     reading="`matrix_bytes` is one matrix of scores by the closed form; the MB of the documents are 2^20 bytes, so 32 "
     "MB are 33,554,432 bytes. The bytes do not vary between runs.",

@@ -69,13 +69,13 @@ def write_page(report: Report, folder: Path) -> list[Path]:
         if "matplotlib" not in str(problem):
             raise
     page, lines = folder / f"{name}.md", folder / f"{name}.jsonl"
-    report = report if report.note else replace(report, note=_read_note(page))
+    report = report if report.note else replace(report, note=read_note(page))
     write_atomically(page, report.to_markdown(picture.name if written else None))
     write_atomically(lines, "".join(result.to_line() + "\n" for result in report.results))
     return [page, lines, *written]
 
 
-def _read_note(page: Path) -> str:
+def read_note(page: Path) -> str:
     """Return the note of a page, or an empty text."""
     lines = page.read_text(encoding="utf-8").splitlines() if page.is_file() else []
     return next((line.removeprefix(NOTE) for line in lines if line.startswith(NOTE)), "")

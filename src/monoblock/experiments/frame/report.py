@@ -74,7 +74,7 @@ class Report:
         return sum(metric in metrics and metrics[metric] is None for metrics in self.by_seed().get(arm, {}).values())
 
     def conclusions(self) -> list[Conclusion]:
-        """Return what the rules say; a rule with a condition says nothing unless the condition is confirmed."""
+        """Return what the rules say; a rule with a condition is inconclusive unless the condition is confirmed."""
         results = self.by_seed()
         found = [
             rule.conclude(results).apply_condition(None if rule.condition is None else rule.condition.conclude(results))

@@ -41,7 +41,7 @@ class Rule:
     at_least: float | None = None
     at_most: float | None = None
     is_exact: bool = False  # the number does not vary with the seed, so that one is enough
-    condition: Rule | None = None  # a rule that must be confirmed, or this one says nothing
+    condition: Rule | None = None  # a rule that must be confirmed, or this one is inconclusive
     late: str = ""  # what was added when there were results already: "the rule", "the lower bound", "the condition"
 
     def __post_init__(self) -> None:

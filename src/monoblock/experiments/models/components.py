@@ -23,7 +23,7 @@ REMOVED: dict[str, tuple[str, tuple[str, ...]]] = {
     "no-norm": ("the norms", ("model.norm=none",)),
     "no-positions": ("the positions", ("model.positions=none",)),
     "no-scale": ("the division by the square root of the head size", ("model.scale=1.0",)),
-    "one-head": ("all heads but one, which has the whole width", ("model.heads=1",)),
+    "one-head": ("several heads: the one head has the whole width", ("model.heads=1",)),
     "no-dropout": ("dropout", NO_DROPOUT),
     "no-warmup": ("the warm-up of the learning rate", ("train.warmup=0",)),
 }
@@ -69,6 +69,7 @@ EXPERIMENT = Experiment(
         _costs("one-head", "several heads", 1.02),
         _costs("no-warmup", "warm-up", 1.02),
         _costs("no-positions", "positions", 2.0, late="the rule"),
+        _costs("no-dropout", "dropout", 1.02, late="the rule"),
     ),
     reading="The model is pre-norm with rotary positions. An arm without feed-forward networks has fewer "
     "parameters too. The arm without dropout is here for comparison: with a budget this small it can be better than "

@@ -135,7 +135,7 @@ EXPERIMENT = Experiment(
             at_least=0.1,
         ),
         Rule(
-            statement="BatchNorm reverses 50 letters at least 5 points worse than LayerNorm",
+            statement="with BatchNorm, at least 5 points fewer strings of 50 letters are reversed than with LayerNorm",
             metric="reversal_accuracy",
             arm="layer",
             at="50",
@@ -144,7 +144,7 @@ EXPERIMENT = Experiment(
             at_least=0.05,
         ),
         Rule(
-            statement="RMSNorm reverses 50 letters at most 2 points worse than LayerNorm",
+            statement="with RMSNorm, at most 2 points fewer strings of 50 letters are reversed than with LayerNorm",
             metric="reversal_accuracy",
             arm="layer",
             at="50",

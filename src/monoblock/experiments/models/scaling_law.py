@@ -39,7 +39,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
 def summarize(results: SeedResults) -> SeedResults:
     """Return the row "fit" for every seed that all sizes have: the exponent, its standard error, and a prediction.
 
-    `predicted` is the loss of the largest size by the law of the others, divided by the measured one.
+    `predicted` is the loss that the law fitted to the smaller sizes gives for the largest, divided by the measured one.
     """
     sizes = [arm for arm in results if arm != "fit"]
     if len(sizes) < 3:
@@ -130,7 +130,7 @@ EXPERIMENT = Experiment(
     ),
     reading="The exponent counts the parameters of the blocks, without the embedding. All sizes see the same tokens, a "
     "few passes over a small corpus, with one learning rate, so the exponent is not that of models limited by their "
-    "size alone (0.076 in Kaplan et al. 2020). `predicted` is the loss of the largest size by the law of the others, "
-    "divided by the measured one. The training loss is above the others because the splits differ: 2.7 % of the words "
-    "of the training split are <unk>, 5.5 % of the validation and 6.3 % of the test split.",
+    "size alone (0.076 in Kaplan et al. 2020). `predicted` is the loss that the law fitted to the smaller sizes gives "
+    "for the largest, divided by the measured one. The training loss is above the others because the splits differ: "
+    "2.7 % of the words of the training split are <unk>, 5.5 % of the validation and 6.3 % of the test split.",
 )

@@ -1,0 +1,21 @@
+"""The pages of benchmarks/results are what the lines beside them give, by the rules of today's experiments."""
+
+from pathlib import Path
+
+import pytest
+
+from monoblock.experiments.frame.pages import read_note
+from monoblock.experiments.frame.report import Report
+from monoblock.experiments.frame.results import read_results
+from monoblock.experiments.names import EXPERIMENTS
+from monoblock.experiments.table import load_experiment
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_page_follows_from_its_lines(name):
+    page, results = RESULTS / f"{name}.md", read_results([RESULTS / f"{name}.jsonl"], name)
+    report = Report(load_experiment(name), tuple(results), read_note(page))
+    written = report.to_markdown(f"{name}.png").splitlines()
+    assert page.read_text(encoding="utf-8").splitlines() == written, f"compare {name} --table --write writes it again"
