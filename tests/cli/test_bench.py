@@ -216,3 +216,20 @@ def test_a_page_names_the_commit_only_if_the_program_is_tracked(tmp_path, monkey
     assert bench._describe_run().endswith(f", commit {commit}")
     program.write_text("changed")
     assert bench._commit() == f"{commit}-dirty"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "foo"], "--device foo is not a device; write cpu or cuda"),
+        (["--device", "meta"], "--device meta is not supported; write cpu or cuda"),
+        (
+            ["--only", "transformers", "--no-peers"],
+            "--only 'transformers' is another library, but --no-peers leaves them out",
+        ),
+        (["--all", "--out", "/proc/table.md"], "--out /proc/table.md cannot be written: No such file or directory"),
+    ],
+)
+def test_wrong_options_are_one_line_before_anything_is_measured(words, message, capsys):
+    assert run(["bench", *(["gpt-tiny"] if "--all" not in words else []), *words]) in (1, 2)
+    assert capsys.readouterr().err.strip() == f"error: {message}"

@@ -53,7 +53,7 @@ def test_matrix_products_of_a_run_do_not_change_the_library_of_later_ones(precis
 @pytest.mark.parametrize(
     ("device", "words"),
     [
-        ("cuad", "'cuad' is not a device; write auto, cpu or cuda"),
+        ("cuad", "cuad is not a device; write auto, cpu or cuda"),
         ("cuda:0", "torch finds no GPU"),
         ("meta", "train.device=meta is not supported; write auto, cpu or cuda"),
     ],

@@ -77,8 +77,8 @@ def command(
         for option, value in {"WHAT": what, "--prompt": prompt, "--new": new, "--batch": batch, "--only": only}.items():
             if value:
                 raise ConfigError(f"--all measures fixed shapes, so {option} has no effect; leave out one of the two")
-        if out is not None and not out.parent.is_dir():  # before minutes of measuring
-            raise FileError(f"there is no folder {out.parent} for --out {out}; make it, or give another file")
+        if out is not None:
+            _check_writable(out)
         return _measure_all(small, out, rounds, not no_peers, device, dtype, as_json)
     if small or out is not None:
         raise ConfigError(f"{'--small' if small else '--out'} belongs to --all; add --all, or leave it out")
@@ -111,13 +111,28 @@ def _measure_all(
 
     device, torch_dtype = resolve_device(device, dtype)
     report = measure_all(Options(device, torch_dtype, rounds, small, with_peers))
+    report["source"] = _describe_run()
     if out is not None:
-        out.write_text(format_markdown(report, _describe_run()), encoding="utf-8")
+        out.write_text(format_markdown(report, report["source"]), encoding="utf-8")
     if as_json:
         return print_json(report)
     click.echo(describe(report))
     print_table(SUITE_COLUMNS, [table_cells(row) for row in report["rows"]])
     suggest_next("bench gpt2 --batch 8")
+
+
+def _check_writable(out: Path) -> None:
+    """Raise FileError, before minutes of measuring, if a file cannot be written."""
+    if not out.parent.is_dir():
+        raise FileError(f"there is no folder {out.parent} for --out {out}; make it, or give another file")
+    is_new = not out.exists()
+    try:
+        with out.open("a"):
+            pass
+    except OSError as problem:
+        raise FileError(f"--out {out} cannot be written: {problem.strerror or problem}") from None
+    if is_new:
+        out.unlink()
 
 
 def _describe_run() -> str:
@@ -149,7 +164,12 @@ def _select_runners(only: tuple[str, ...], only_monoblock: bool) -> list[str]:
         if name not in RUNNERS:
             raise ConfigError(f"there is no runner {name!r}; write one of {list(RUNNERS)}{did_you_mean(name, RUNNERS)}")
     names = list(only) or DEFAULT_RUNNERS
-    return [name for name in names if name.startswith("monoblock")] if only_monoblock else names
+    others = [name for name in names if not name.startswith("monoblock")]
+    if only and only_monoblock and others:
+        raise ConfigError(
+            f"--only {others[0]!r} is another library, but --no-peers leaves them out"
+        )
+    return [name for name in names if name not in others] if only_monoblock else names
 
 
 def _load_model(

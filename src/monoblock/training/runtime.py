@@ -91,18 +91,18 @@ def choose_runtime(
     )
 
 
-def check_device(device: str) -> None:
-    """Raise ConfigError unless "auto", or the name of a device that this machine has, is given."""
+def check_device(device: str, option: str = "train.device=", choices: str = "auto, cpu or cuda") -> None:
+    """Raise ConfigError unless "auto", or the name of a device that this machine has, is given with an option."""
     try:
         chosen = torch.device("cpu" if device == "auto" else device)
     except RuntimeError:
-        raise ConfigError(f"train.device={device!r} is not a device; write auto, cpu or cuda") from None
+        raise ConfigError(f"{option}{device} is not a device; write {choices}") from None
     if chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"train.device={device} is not supported; write auto, cpu or cuda")
+        raise ConfigError(f"{option}{device} is not supported; write {choices}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"train.device={device} is not available: torch finds no GPU; write train.device=cpu")
+        raise ConfigError(f"{option}{device} is not available: torch finds no GPU; write {option}cpu")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"train.device={device} is not available: this machine has {torch.cuda.device_count()} GPUs")
+        raise ConfigError(f"{option}{device} is not available: this machine has {torch.cuda.device_count()} GPUs")
 
 
 def _choose_device(device: str) -> tuple[torch.device, DecisionEvent]:

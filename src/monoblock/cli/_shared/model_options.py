@@ -67,10 +67,11 @@ def resolve_device(device: str | None, dtype: str | None) -> tuple[str, Any]:
     """Return the given device and torch dtype, or the defaults for None; the device "mps" is replaced by "cpu"."""
     import torch
 
+    from monoblock.training.runtime import check_device
+
     device = device or choose_device().value
     device = "cpu" if device == "mps" else device
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"--device {device} is not available: torch finds no GPU; write --device cpu")
+    check_device(device, "--device ", "cpu or cuda")
     name = dtype or choose_dtype(device.partition(":")[0]).value
     if name not in {*DTYPES, *DTYPES.values()}:
         raise ConfigError(f"--dtype {name} is not a dtype for weights; write one of {', '.join(DTYPES)}")

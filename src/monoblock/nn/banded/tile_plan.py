@@ -21,7 +21,6 @@ TILE_SIZES = (64, 256)  # small tiles waste less on the edges of a narrow window
 COPY_COST = 16  # copying a key costs as much as computing with this many queries
 MAX_DENSITY = 0.5  # with a larger share of tiles to compute, a fused kernel over all of them is as fast
 CHUNK_KEYS = 4096  # keys that a chunk copies on a CPU, where they should stay in a core's cache
-CHUNK_KEYS_GPU = 65_536
 MAX_ENTRIES = 1 << 20  # pairs of tiles that are examined at a time
 EMPTY = 1 << 40  # the ranges of a tile of padding only are from EMPTY to -EMPTY
 
@@ -180,7 +179,7 @@ def _build_chunks(mask: Mask, pairs: _TilePairs, row: int) -> list[TileChunk]:
     k_fields = k.map_tensors(lambda t: _cut(t[row if t.shape[0] > 1 else 0][None], tile, 0)[0])
     order = counts.argsort(stable=True)
     chunks = []
-    for first, last, M in _group(counts[order].tolist(), tile, CHUNK_KEYS if device.type == "cpu" else CHUNK_KEYS_GPU):
+    for first, last, M in _group(counts[order].tolist(), tile, CHUNK_KEYS):
         q_tiles = order[first:last]
         slots = torch.arange(M, device=device)
         in_use = slots < counts[q_tiles, None]  # (U, M)
