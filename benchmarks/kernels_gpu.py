@@ -25,7 +25,7 @@ from torch import Tensor
 
 from monoblock.kernels.gpu import argmax, gated_activation, gated_linear, linear, norm
 from monoblock.kernels.gpu_attention import attend_step
-from monoblock.kernels.gpu_quantized import GpuQuantizedMatrix, prepare_matrix, quantized_linear
+from monoblock.kernels.gpu_quantized import GpuQuantizedMatrix, NextNorm, prepare_matrix, quantized_linear
 from monoblock.quantization.packing import pack
 
 RESULTS = Path(__file__).with_name("results") / "kernels-h200.md"
@@ -67,6 +67,8 @@ def list_kernels() -> Iterator[Kernel]:
     for bits in GROUPS:
         for name, (N, K) in LLAMA.items():
             yield quantized_product(f"LLaMA 7B, {name}, {bits} bits", bits, N, K)
+    for name in ("output", "down"):
+        yield quantized_product(f"LLaMA 7B, {name} and the next norm, 4 bits", 4, *LLAMA[name], has_norm=True)
     for quantize in (False, True):
         suffix = ", rounded to 8 bits" if quantize else ""
         yield norm_kernel(f"LLaMA 7B, norm{suffix}", 1, 4096, centered=False, quantize=quantize)
@@ -88,13 +90,14 @@ def gated(count: int) -> list[Launch]:
     return [partial(gated_linear, x, weight, "silu") for weight in weights]
 
 
-def quantized_product(name: str, bits: int, N: int, K: int) -> Kernel:
+def quantized_product(name: str, bits: int, N: int, K: int, *, has_norm: bool = False) -> Kernel:
     def make(count: int) -> list[Launch]:
         x, residual = random(1, 1, K), random(1, 1, N)
         x = norm(x, None, None, 1e-5, centered=False, cast_after_scale=False, quantize=True)  # with its 8-bit form
         one = prepare_matrix(*pack(random(N, K), bits, GROUPS[bits]))
         matrices = [GpuQuantizedMatrix(one.packed.clone(), one.scales.clone(), bits) for _ in range(count)]
-        return [partial(quantized_linear, x, matrix, None, residual) for matrix in matrices]
+        next_norm = NextNorm(random(N), 1e-5) if has_norm else None
+        return [partial(quantized_linear, x, matrix, None, residual, next_norm=next_norm) for matrix in matrices]
 
     scale_bytes = N * K // GROUPS[bits] * (2 if bits == 8 else 4)
     return Kernel(name, N * K * bits // 8 + scale_bytes, make)

@@ -166,9 +166,7 @@ def _select_runners(only: tuple[str, ...], only_monoblock: bool) -> list[str]:
     names = list(only) or DEFAULT_RUNNERS
     others = [name for name in names if not name.startswith("monoblock")]
     if only and only_monoblock and others:
-        raise ConfigError(
-            f"--only {others[0]!r} is another library, but --no-peers leaves them out"
-        )
+        raise ConfigError(f"--only {others[0]!r} is another library, but --no-peers leaves them out")
     return [name for name in names if name not in others] if only_monoblock else names
 
 
