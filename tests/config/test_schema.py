@@ -38,7 +38,7 @@ INVALID = {
     "size='x' is not a whole number": {"size": "x"},
     "size=0 is too small; write 1 or more": {"size": 0},
     "rate=1.5 is not a rate; write 0 or more and less than 1": {"rate": 1.5},
-    "cap=0 must be positive; None switches it off": {"cap": 0},
+    "cap=0 must be positive, or None": {"cap": 0},
 }
 
 

@@ -122,7 +122,8 @@ def check_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and value <= 0:
-            raise _field_error(config, name, f"={value} must be positive; None switches it off")
+            can_be_none = type(None) in union_members(_type_hints(type(config))[name])
+            raise _field_error(config, name, f"={value} must be positive{', or None' if can_be_none else ''}")
 
 
 def check_fraction(config: Any, *names: str) -> None:
