@@ -52,7 +52,7 @@ class RankMemory:
     weight_copies: int
     gathered_layers: int
     activations: int
-    logits: int
+    loss: int
     workspace: int
     peak: int
     peak_at: str
@@ -155,7 +155,7 @@ def rank_memory(
             f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_STATES)}"
             f"{did_you_mean(optimizer, OPTIMIZER_STATES)}"
         )
-    segments = model_segments(config, shape, tensor=plan.tensor, sharded=plan.shard > 1, checkpointing=checkpointing)
+    segments = model_segments(config, shape, plan, checkpointing=checkpointing)
     stages = split_stages(segments, plan.pipeline)
     table = tied_table(config, count_outside_blocks(config, plan.tensor))
     if plan.pipeline > 1 and table:  # the first and the last stage have a copy each of the tied embedding
@@ -176,7 +176,9 @@ def _stage_memory(
     weights, states_bytes = -(-4 * total // plan.shard), -(-4 * states // plan.shard)
     buffers = layer_buffers(segments, plan.shard)
     in_flight = min(micro_batches, plan.pipeline - stage)
-    logits = sum(segment.working + segment.saved for segment in segments if segment.name == "loss")
+    loss = sum(
+        segment.saved + max(segment.working, segment.forward_working) for segment in segments if segment.name == "loss"
+    )
     peak, peak_at = find_peak(
         segments,
         weights + states_bytes + buffers.root + WORKSPACE_BYTES,
@@ -193,7 +195,7 @@ def _stage_memory(
         weight_copies=sum(segment.copies + segment.cached_copies for segment in segments),
         gathered_layers=buffers.root + buffers.block,
         activations=in_flight * saved + max(segment.recomputed for segment in segments),
-        logits=logits,
+        loss=loss,
         workspace=WORKSPACE_BYTES,
         peak=peak,
         peak_at=peak_at,
