@@ -79,9 +79,10 @@ def fused_loss_bytes(config: ModelConfig, shape: BatchShape, precision: Precisio
         return LossBytes(
             4 * columns * size, forward=hidden + table + logits, backward=hidden + gradient, end=3 * hidden
         )
-    summed = 4 * columns * size  # in fp32, converted to the 16 bits of the gathered weight
+    summed = 4 * columns * size  # in fp32, and after the last logits converted to the 16 bits of the gathered weight
+    saved = 2 * linear.outputs * size
     padded = table if columns > linear.outputs else 0
-    return LossBytes(2 * linear.outputs * size, forward=summed + padded + logits, backward=hidden)
+    return LossBytes(saved, forward=summed + padded + max(0, logits - saved), backward=hidden)
 
 
 def _output_linear(config: ModelConfig) -> LinearShape:

@@ -135,7 +135,7 @@ def build_plan(model_account: Account, options: dict[str, Any]) -> dict[str, Any
         "strategy": options["strategy"],
         "parallel": asdict(parallel),
         "hardware": asdict(hardware),
-        "assumptions": list_assumptions(parallel, hardware),
+        "assumptions": list_assumptions(config, parallel, hardware),
         "modes": modes,
     }
 
