@@ -131,9 +131,9 @@ def layer_buffers(segments: list[Segment], shards: int) -> LayerBuffers:
     """Return the buffers of FSDP.
 
     A block and the next one are gathered in 16 bits; in the backward pass also the 16-bit gradients of the block exist,
-    and the fp32 gradients of the block before, which are being summed. The gradients of the head wait in 16 bits. At the
-    very end the gradients of embedding and head exist in 16 bits and in fp32, when these layers are no longer gathered;
-    if they are tied, before that those of both and their sum.
+    and the fp32 gradients of the block before, which are being summed. The gradients of the head wait in 16 bits. At
+    the very end the gradients of embedding and head exist in 16 bits and in fp32, when these layers are no longer
+    gathered; if they are tied, before that those of both and their sum.
     """
     if shards == 1:
         return LayerBuffers()

@@ -172,8 +172,8 @@ def list_assumptions(config: ModelConfig, parallel: ParallelPlan, hardware: Hard
         f"a GPU computes at {hardware.utilization:.0%} of {hardware.peak / 1e12:g} TFLOP/s, bf16, not compiled",
         f"bandwidth of one GPU: {hardware.intra_bandwidth / 1e9:g} GB/s within a node of {hardware.gpus_per_node} "
         f"GPUs, {hardware.inter_bandwidth / 1e9:g} GB/s between nodes; no latency",
-        "fused attention; memory is what PyTorch allocates, without the CUDA context, NCCL and fragmentation; a compiled "
-        "step takes less",
+        "fused attention; memory is what PyTorch allocates, without the CUDA context, NCCL and fragmentation",
+        "memory is that of a step that is not compiled; a compiled step keeps fewer activations and usually takes less",
         "selective checkpointing: recomputed norms, activation functions and dropout take no time",
     ]
     if fuses_loss(config, parallel):
