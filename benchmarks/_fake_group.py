@@ -3,7 +3,8 @@
 `sharded_state_bytes` places every weight with DTensor and `fully_shard` and adds up the shards of rank 0.
 `step_peak_bytes` runs two training steps on fake tensors, which have shapes but no data, and follows every allocation.
 Kernels of a GPU that save less than those of a CPU are replaced by functions that save as much; attention is a single
-operator, as on a GPU, so that selective checkpointing keeps its output and log-sum-exp.
+operator, as on a GPU, so that selective checkpointing keeps its output and log-sum-exp. The loss with the last matrix
+product runs the code of the GPU operator, in which only the functions that write to existing tensors do nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from monoblock.accounting.parallel import ParallelPlan, divides_kv_heads, narrow_block
 from monoblock.config.model import EmbeddingConfig, ModelConfig
 from monoblock.config.parts import CheckpointMode
+from monoblock.kernels import linear_cross_entropy as fused_loss
 from monoblock.nn.attention import Attention
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.feedforward import FeedForward
@@ -186,13 +188,46 @@ def _gpu_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = N
         return out
 
 
+class GpuLoss(torch.autograd.Function):
+    """Run the code of the operator `linear_cross_entropy`, so that every tensor inside it is counted."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = fused_loss._loss_and_gradients._init_fn(*inputs)
+        fused_loss._save_gradients(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return fused_loss._scale_gradients(ctx, *grads)
+
+
+def _gpu_loss(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, **_: Any) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        trains_weight = weight.requires_grad
+        loss: Tensor = GpuLoss.apply(x.to(torch.bfloat16), weight, bias, labels, -100, 0.0, trains_weight, False)[0]
+        return loss
+
+
+def _fuses_loss(x: Tensor, weight: Tensor) -> bool:
+    """Return what `supports_linear_cross_entropy` returns on a GPU under autocast."""
+    return not isinstance(weight, DTensor) and weight.shape[0] >= fused_loss.MIN_CLASSES
+
+
+def _write_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 def _never(*_: Any) -> bool:  # a Mock would keep its arguments, and so the tensors
     return False
 
 
 @contextmanager
-def gpu_kernels(tracker: AllocationTracker) -> Iterator[None]:
-    """Replace what differs between a CPU and a GPU, and tell the tracker when a storage is resized."""
+def gpu_kernels(tracker: AllocationTracker, *, is_split: bool = False) -> Iterator[None]:
+    """Replace what differs between a CPU and a GPU, and tell the tracker when a storage is resized.
+
+    is_split: whether the weights stand for those of a tensor-parallel group, whose loss is not fused.
+    """
     resize = torch.UntypedStorage.resize_
 
     def resize_and_measure(storage: torch.UntypedStorage, size: int) -> Any:
@@ -205,9 +240,14 @@ def gpu_kernels(tracker: AllocationTracker) -> Iterator[None]:
             (F, "rms_norm", lambda x, shape, weight=None, eps=None: GpuRmsNorm.apply(x, weight)),
             (F, "scaled_dot_product_attention", _gpu_attention),
             (torch.UntypedStorage, "resize_", resize_and_measure),
-            (Embedding, "check_inputs", lambda *_, **__: None),  # it reads values, which fake tensors have not
+            (Embedding, "check_inputs", _write_nothing),  # it reads values, which fake tensors have not
+            (fused_loss, "_replace_by_gradient", _write_nothing),
+            (fused_loss, "_add_product", _write_nothing),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
+        supports = _never if is_split else _fuses_loss
+        stack.enter_context(mock.patch("monoblock.training.loss.supports_linear_cross_entropy", supports))
+        stack.enter_context(mock.patch("monoblock.training.loss.linear_cross_entropy", _gpu_loss))
         stack.enter_context(mock.patch("monoblock.nn.attention.supports_causal_attention", _never))
         stack.enter_context(mock.patch("monoblock.kernels.cpu.autograd.is_eager_training", _never))
         yield
@@ -238,7 +278,7 @@ def step_peak_bytes(
         mesh = stack.enter_context(fake_group(plan)) if plan.size > 1 else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         tracker = stack.enter_context(AllocationTracker())
-        stack.enter_context(gpu_kernels(tracker))
+        stack.enter_context(gpu_kernels(tracker, is_split=plan.tensor > 1))
         model = Transformer(narrow_model(config, plan.tensor)).train().recompute(checkpointing)
         if plan.shard > 1 and mesh is not None:
             shard_blocks(model, mesh["shard"])

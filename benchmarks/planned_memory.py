@@ -1,9 +1,10 @@
-"""Planned memory beside allocated memory: six models on this GPU, and 512 ranks of a fake process group.
+"""Planned memory beside allocated memory: models on this GPU or on fake tensors, and 512 ranks of a fake process group.
 
 On a GPU, three training steps run as the trainer runs them without compilation (bf16 autocast, fused AdamW, clipping),
 and the peak that `Account.plan` computes is compared with `torch.cuda.max_memory_allocated`. Without a GPU, or with
---fake, rank 0 of 512 fake ranks is compared instead: its shards of weights, gradients and optimizer states, and the
-peak of a step on fake tensors, in every mode of checkpointing. --smoke takes toy sizes; --write saves the table.
+--fake, steps of the same models on fake tensors are compared instead, and rank 0 of 512 fake ranks: its shards of
+weights, gradients and optimizer states, and the peak of a step on fake tensors, in every mode of checkpointing. --smoke
+takes toy sizes; --write saves the tables.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case("gpt2, 124M", mb.preset("gpt2"), 8, 1024),
+    Case("gpt2, 124M", mb.preset("gpt2"), 32, 1024),
     Case("llama, 134M", llama(vocab=32_000, width=768, depth=12, heads=12, hidden=2048, context=1024), 8, 1024),
     Case(
         "bert-base, masked LM",
@@ -102,7 +104,14 @@ def measure_gpu(case: Case) -> dict[str, Any]:
     return _row(case.name, case, _plan(case, 1).memory.peak, peak)
 
 
-# -- a fake process group --------------------------------------------------------------------------------------------
+# -- fake tensors and a fake process group ----------------------------------------------------------------------------
+
+
+def measure_on_fake_tensors(case: Case) -> dict[str, Any]:
+    """Compare the plan of one GPU with a step on fake tensors, without the workspace of cuBLAS."""
+    plan = _plan(case, 1)
+    peak = step_peak_bytes(case.config, plan.parallel, case.batch, case.length, checkpointing=case.checkpointing)
+    return _row(case.name, case, plan.memory.peak - plan.memory.workspace, peak)
 
 
 def measure_fake(config: mb.ModelConfig, ranks: int, length: int) -> list[dict[str, Any]]:
@@ -160,17 +169,22 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help=f"write the table to results/{RESULTS.name}")
     args = parser.parse_args()
+    cases = [SMOKE_CASE] if args.smoke else CASES
     if torch.cuda.is_available() and not args.fake:
-        rows = [measure_gpu(case) for case in ([SMOKE_CASE] if args.smoke else CASES)]
-        section = format_section("One GPU", "", rows, device_name())
+        rows = [measure_gpu(case) for case in cases]
+        sections = [format_section("One GPU", "", rows, device_name())]
     else:
+        rows = [measure_on_fake_tensors(case) for case in cases]
+        sections = [format_section("One GPU, on fake tensors", " --fake", rows, "fake tensors")]
         config, ranks = (SMOKE_CASE.config, 8) if args.smoke else (mb.preset("llama2-70b"), RANKS)
-        rows = measure_fake(config, ranks, SMOKE_CASE.length if args.smoke else 4096)
+        group_rows = measure_fake(config, ranks, SMOKE_CASE.length if args.smoke else 4096)
         title = f"{'a toy' if args.smoke else 'llama2-70b'}, fsdp+tp on {ranks} ranks"
-        section = format_section(title, " --fake", rows, "rank 0 of a fake process group")
-    print(json.dumps(rows, indent=2) if args.json else f"## {section}")
+        sections.append(format_section(title, " --fake", group_rows, "rank 0 of a fake process group"))
+        rows += group_rows
+    print(json.dumps(rows, indent=2) if args.json else "\n\n".join(f"## {section}" for section in sections))
     if args.write and not args.smoke:
-        write_section(RESULTS, "Planned and allocated memory", section)
+        for section in sections:
+            write_section(RESULTS, "Planned and allocated memory", section)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import monoblock as mb
+from monoblock.accounting import fused_loss
 from monoblock.kernels import linear_cross_entropy as fused
 from monoblock.kernels.fp8_linear import fp8_products, quantize_matrix
 from monoblock.kernels.gpu import is_available
@@ -41,7 +42,7 @@ def on_cpu(monkeypatch):
 @pytest.mark.parametrize("max_logits", [1 << 29, 128 * 1088])
 @pytest.mark.parametrize(("smoothing", "has_bias"), [(0.0, False), (0.1, True)])
 def test_loss_and_gradients_are_those_of_the_two_layers(on_cpu, monkeypatch, max_logits, smoothing, has_bias):
-    monkeypatch.setattr(fused, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(fused_loss, "MAX_LOGITS", max_logits)
     torch.manual_seed(0)
     N, D, V = 300, 24, 1030  # V is padded, and 300 rows are computed in parts
     x, weight = torch.randn(N, D).bfloat16().requires_grad_(), (0.3 * torch.randn(V, D)).requires_grad_()
@@ -64,7 +65,7 @@ def test_loss_and_gradients_are_those_of_the_two_layers(on_cpu, monkeypatch, max
 @pytest.mark.parametrize("max_logits", [1 << 29, 128 * 1088])
 def test_in_8_bits_the_logits_are_those_of_rounded_operands(on_cpu, monkeypatch, max_logits):
     """The loss and the gradient of the weight are those of such logits, computed in fp64."""
-    monkeypatch.setattr(fused, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(fused_loss, "MAX_LOGITS", max_logits)
     torch.manual_seed(0)
     x, weight = torch.randn(300, 32).bfloat16().requires_grad_(), (0.2 * torch.randn(1030, 32)).requires_grad_()
     labels = torch.randint(0, 1030, (300,))
@@ -102,10 +103,10 @@ def test_a_frozen_weight_has_no_gradient(on_cpu):
 
 def test_parts_cover_all_rows_and_stay_below_the_limit():
     for N, columns in ((32768, 50304), (1000, 1088), (7, 64)):
-        rows = fused._rows_at_a_time(N, columns)
+        rows = fused_loss.rows_at_a_time(N, columns)
         assert 0 < rows <= N
         assert rows == N or rows % 128 == 0
-        assert (rows - 128) * columns < fused.MAX_LOGITS
+        assert (rows - 128) * columns < fused_loss.MAX_LOGITS
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5-small", "llama-7b", "vaswani-base", "gemma2-2b"])

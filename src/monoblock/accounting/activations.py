@@ -188,8 +188,8 @@ def input_activations(config: ModelConfig, shape: BatchShape) -> SavedActivation
     return add_activations(*saved)
 
 
-def head_activations(config: ModelConfig, shape: BatchShape) -> SavedActivations:
-    """Count the activations that the head and the loss save, the logits and their log-softmax among them."""
+def head_activations(config: ModelConfig, shape: BatchShape, *, with_logits: bool = True) -> SavedActivations:
+    """Count the activations that the head saves, `with_logits` also the logits and their log-softmax for the loss."""
     head = config.head
     if head is None:
         return SavedActivations()
@@ -201,9 +201,9 @@ def head_activations(config: ModelConfig, shape: BatchShape) -> SavedActivations
         is_view = reads_stack and head.pooling != "mean" and linear.applied_to == "sequences"
         saved.append(SavedActivations(0 if is_view else rows * linear.inputs))
         if linear.name == "output" and head.kind != "pooled":
-            logits = rows * linear.outputs * (1 if head.softcap is None else 2)
+            logits, tensors = rows * linear.outputs, 1 if head.softcap is None else 2
             saved.append(norm_activations(head.norm, rows, linear.inputs))
-            saved.append(SavedActivations(logits, fp32_elements=rows * linear.outputs))
+            saved.append(SavedActivations((tensors - (not with_logits)) * logits, fp32_elements=with_logits * logits))
             saved.append(SavedActivations(raw_bytes=rows * linear.inputs if head.dropout > 0 else 0))
         elif linear.name == "transform" and head.transform:
             saved.append(SavedActivations(ACTIVATION_TENSORS[head.transform][0] * rows * linear.outputs))

@@ -73,7 +73,7 @@ def step_transfers(
     gpus_per_node: int,
 ) -> list[Transfer]:
     """Return what a rank of the largest pipeline stage sends in a step of `micro_batches` passes."""
-    segments = model_segments(config, shape, tensor=plan.tensor)
+    segments = model_segments(config, shape, plan)
     stages = split_stages(segments, plan.pipeline)
     parameters = max(sum(segment.parameters.total for segment in stage) for stage in stages)
     sent = {

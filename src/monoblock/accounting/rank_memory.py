@@ -16,7 +16,10 @@ one layer at a time in 16 bits. A rank therefore holds
       checkpointing        the input of each block, with selective checkpointing also the outputs of its products, as
                            kept_activations.py counts them; the rest of a block while it is recomputed; and a bias on
                            the scores in fp32, which recomputed blocks hold to the end
-    logits and loss        the fp32 log-softmax, and two gradients of that size at the start of the backward pass
+    loss                   with tp and pp, and with few classes: the fp32 log-softmax, and two gradients of that size at
+                           the start of the backward pass; otherwise it is computed together with the last matrix
+                           product (fused_loss.py): the logits of a part of the tokens in 16 bits in the forward pass,
+                           the gradients of the product until the backward pass, and there two of each
 
 The peak is smaller than the sum, because the backward pass releases the activations of a layer when it computes its
 gradients. `find_peak` goes through the backward pass layer by layer and takes the largest total. A pipeline stage holds
@@ -52,7 +55,7 @@ class RankMemory:
     weight_copies: int
     gathered_layers: int
     activations: int
-    logits: int
+    loss: int
     workspace: int
     peak: int
     peak_at: str
@@ -87,7 +90,7 @@ def find_peak(
     live = kept + (in_flight - 1) * sum(segment.saved for segment in segments)
     ready = sum(gradients.values()) if accumulated else 0
     forward = sum(segment.cached_copies + segment.forward_working for segment in segments)
-    totals = [(base + ready + live + forward + 2 * buffers.layer, "the end of the forward pass")]
+    totals = [(base + ready + live + forward + buffers.layer, "the end of the forward pass")]
     is_summing = False
     for segment in reversed(segments):
         own = 0 if accumulated else gradients[segment.name]
@@ -104,7 +107,8 @@ def find_peak(
 class LayerBuffers(NamedTuple):
     """The buffers of FSDP in bytes: all the time, and in addition in the phases of a step."""
 
-    root: int = 0  # embedding and head, gathered, and the gradient of the head
+    root: int = 0  # embedding and head, gathered
+    head: int = 0  # the gradient of the head, which waits for that of the embedding
     layer: int = 0  # a gathered block
 
     @property
@@ -114,12 +118,12 @@ class LayerBuffers(NamedTuple):
 
     def at_start(self, segment: Segment, is_summing: bool) -> int:
         """Return the buffers at the start of the backward pass of a segment, while a later block is being summed."""
-        return (2 if segment.is_block else 1) * self.layer + (2 * self.layer if is_summing else 0)
+        return self.head + (2 if segment.is_block else 1) * self.layer + (2 * self.layer if is_summing else 0)
 
     def at_end(self, segment: Segment, is_summing: bool) -> int:
         """Return the buffers at its end, with the gradients of a block, or at the very end of all others."""
         if segment.name == "input":
-            return 2 * self.layer + 3 * self.root
+            return 2 * self.layer + max(2 * self.root, self.root + 2 * self.head)
         return self.at_start(segment, is_summing) + (self.layer if segment.is_block else 0)
 
 
@@ -127,14 +131,16 @@ def layer_buffers(segments: list[Segment], shards: int) -> LayerBuffers:
     """Return the buffers of FSDP.
 
     A block and the next one are gathered in 16 bits; in the backward pass also the 16-bit gradients of the block exist,
-    and the fp32 gradients of the block before, which are being summed. The gradients of the head wait in 16 bits.
+    and the fp32 gradients of the block before, which are being summed. The gradients of the head wait in 16 bits. At
+    the very end the gradients of embedding and head exist in 16 bits and in fp32, when these layers are no longer
+    gathered; if they are tied, before that those of both and their sum.
     """
     if shards == 1:
         return LayerBuffers()
     largest = max((segment.parameters.total for segment in segments if segment.is_block), default=0)
     root = sum(segment.parameters.total for segment in segments if not segment.is_block)
     head = sum(segment.parameters.total + segment.tied_gradients for segment in segments if segment.name == "loss")
-    return LayerBuffers(2 * (root + head), 2 * largest)
+    return LayerBuffers(2 * root, 2 * head, 2 * largest)
 
 
 def rank_memory(
@@ -155,7 +161,7 @@ def rank_memory(
             f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_STATES)}"
             f"{did_you_mean(optimizer, OPTIMIZER_STATES)}"
         )
-    segments = model_segments(config, shape, tensor=plan.tensor, sharded=plan.shard > 1, checkpointing=checkpointing)
+    segments = model_segments(config, shape, plan, checkpointing=checkpointing)
     stages = split_stages(segments, plan.pipeline)
     table = tied_table(config, count_outside_blocks(config, plan.tensor))
     if plan.pipeline > 1 and table:  # the first and the last stage have a copy each of the tied embedding
@@ -176,7 +182,9 @@ def _stage_memory(
     weights, states_bytes = -(-4 * total // plan.shard), -(-4 * states // plan.shard)
     buffers = layer_buffers(segments, plan.shard)
     in_flight = min(micro_batches, plan.pipeline - stage)
-    logits = sum(segment.working + segment.saved for segment in segments if segment.name == "loss")
+    loss = sum(
+        segment.saved + max(segment.working, segment.forward_working) for segment in segments if segment.name == "loss"
+    )
     peak, peak_at = find_peak(
         segments,
         weights + states_bytes + buffers.root + WORKSPACE_BYTES,
@@ -191,9 +199,9 @@ def _stage_memory(
         gradients=weights,
         optimizer=states_bytes,
         weight_copies=sum(segment.copies + segment.cached_copies for segment in segments),
-        gathered_layers=buffers.root + buffers.block,
+        gathered_layers=buffers.root + buffers.head + buffers.block,
         activations=in_flight * saved + max(segment.recomputed for segment in segments),
-        logits=logits,
+        loss=loss,
         workspace=WORKSPACE_BYTES,
         peak=peak,
         peak_at=peak_at,

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from monoblock.accounting.activations import head_activations, input_activations
 from monoblock.accounting.flops import BatchShape, iterate_inputs
+from monoblock.accounting.fused_loss import fused_loss_bytes, fuses_loss, plain_loss_bytes
 from monoblock.accounting.kept_activations import block_mode
-from monoblock.accounting.parallel import RankParameters, narrow_block, rank_block_parameters
+from monoblock.accounting.parallel import ParallelPlan, RankParameters, narrow_block, rank_block_parameters
 from monoblock.accounting.parameters import count_parameters, head_linears, norm_parameters
 from monoblock.accounting.rank_activations import (
     AUTOCAST,
@@ -111,13 +112,12 @@ def count_outside_blocks(config: ModelConfig, tensor: int) -> dict[str, int]:
 def model_segments(
     config: ModelConfig,
     shape: BatchShape,
+    plan: ParallelPlan,
     *,
-    tensor: int = 1,
-    sharded: bool = False,
     checkpointing: CheckpointMode = False,
 ) -> list[Segment]:
     """Return the parts of a model on one rank of a tensor-parallel group, in the order of the forward pass."""
-    precision = SHARDED if sharded else AUTOCAST
+    precision, tensor = SHARDED if plan.shard > 1 else AUTOCAST, plan.tensor
     counts = count_outside_blocks(config, tensor)
     segments: list[Segment] = []
     for stack_name, stack in config.stacks.items():
@@ -130,7 +130,7 @@ def model_segments(
         segments += _block_segments(stack_name, stack, shape, length, tensor, precision, checkpointing)
         segments.append(_stack_segment(config, stack_name, stack, shape, length, tensor, precision))
     if config.head is not None:
-        segments.append(_head_segment(config, shape, counts, tensor, precision))
+        segments.append(_head_segment(config, shape, counts, plan, precision))
     return segments
 
 
@@ -201,32 +201,25 @@ def _shared_bias_parameters(stack: StackConfig, tensor: int) -> int:
 
 
 def _head_segment(
-    config: ModelConfig, shape: BatchShape, counts: dict[str, int], tensor: int, precision: Precision
+    config: ModelConfig, shape: BatchShape, counts: dict[str, int], plan: ParallelPlan, precision: Precision
 ) -> Segment:
-    assert config.head is not None
     parameters = sum(count for name, count in counts.items() if name.startswith("head."))
-    linears, logits = head_linears(config), _logit_count(config, shape)
-    kept = head_activations(config, shape)
-    saved = saved_bytes(kept._replace(elements=kept.elements - logits, fp32_elements=kept.fp32_elements - logits))
-    matrices = sum(linear.num_weights // (tensor if linear.name == "output" else 1) for linear in linears)
-    local = -(-logits // tensor)
+    inner = sum(linear.num_weights for linear in head_linears(config) if linear.name != "output")
+    loss = (
+        fused_loss_bytes(config, shape, precision)
+        if fuses_loss(config, plan)
+        else plain_loss_bytes(config, shape, plan.tensor, precision)
+    )
     return Segment(
         "loss",
         RankParameters(parameters, 0),
-        saved + 4 * local,
-        2 * matrices if precision is AUTOCAST else 0,
+        saved_bytes(head_activations(config, shape, with_logits=False)) + loss.saved,
+        (2 * inner if precision is AUTOCAST else 0) + loss.copies,
         tied_gradients=tied_table(config, counts),
-        working=8 * local,
-        forward_working=6 * local + precision.stream * shape.batch * shape.target * config.width,
+        working=loss.backward,
+        end_working=loss.end,
+        forward_working=loss.forward + precision.stream * shape.batch * shape.target * config.width,
     )
-
-
-def _logit_count(config: ModelConfig, shape: BatchShape) -> int:
-    """Count the logits of a batch; a pooled head has none."""
-    if config.head is None or config.head.kind == "pooled":
-        return 0
-    output = next(linear for linear in head_linears(config) if linear.name == "output")
-    return shape.batch * (shape.target if output.applied_to == "tokens" else 1) * output.outputs
 
 
 # -- pipeline stages --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 
 from monoblock.accounting.communication import Transfer, step_transfers
 from monoblock.accounting.flops import Flops, block_flops, flops
+from monoblock.accounting.fused_loss import fuses_loss
 from monoblock.accounting.kept_activations import block_mode, recomputes_attention
 from monoblock.accounting.parallel import GPUS_PER_NODE, ParallelPlan
 from monoblock.accounting.parameters import count_blocks
@@ -165,15 +166,18 @@ def recomputed_flops(config: ModelConfig, costs: Flops, checkpointing: Checkpoin
     return total
 
 
-def list_assumptions(parallel: ParallelPlan, hardware: Hardware) -> list[str]:
+def list_assumptions(config: ModelConfig, parallel: ParallelPlan, hardware: Hardware) -> list[str]:
     """Return what the plan assumes, in words."""
     lines = [
         f"a GPU computes at {hardware.utilization:.0%} of {hardware.peak / 1e12:g} TFLOP/s, bf16, not compiled",
         f"bandwidth of one GPU: {hardware.intra_bandwidth / 1e9:g} GB/s within a node of {hardware.gpus_per_node} "
         f"GPUs, {hardware.inter_bandwidth / 1e9:g} GB/s between nodes; no latency",
         "fused attention; memory is what PyTorch allocates, without the CUDA context, NCCL and fragmentation",
+        "memory is that of a step that is not compiled; a compiled step keeps fewer activations and usually takes less",
         "selective checkpointing: recomputed norms, activation functions and dropout take no time",
     ]
+    if fuses_loss(config, parallel):
+        lines.append("the loss is computed together with the last matrix product, so that the logits are not stored")
     if parallel.shard > 1:
         lines.append("fsdp: fp32 shards, 16-bit weights gathered in each pass; transfers overlap with computation")
     else:

@@ -9,18 +9,15 @@ everything, and the backward pass only multiplies both gradients by that of the 
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from monoblock.accounting.fused_loss import MIN_CLASSES, pad_classes, rows_at_a_time
 from monoblock.kernels.fp8_linear import SIZE_MULTIPLE, multiply, quantize_matrix, wants_fp8
 from monoblock.kernels.gpu import is_available
 
-MAX_LOGITS = 1 << 29  # logits computed at a time: 1 GiB in 16 bits
-MIN_CLASSES = 1024  # with fewer, the logits are small
-COLUMN_MULTIPLE = 64  # tensor cores are slow if the number of columns is not a multiple of 8
 BLOCK, WARPS = 2048, 4  # the fastest measured on an H200
 
 
@@ -79,7 +76,7 @@ def _loss_and_gradients(
     dx = torch.empty_like(x)
     dweight = torch.empty(columns if trains_weight else 0, D, dtype=torch.float32, device=x.device)
     dbias = torch.zeros(0 if bias is None else columns, dtype=torch.float32, device=x.device)
-    rows = _rows_at_a_time(N, columns)
+    rows = rows_at_a_time(N, columns)
     x8, table8 = (quantize_matrix(x), quantize_matrix(table)) if fp8 else (None, None)
     for start in range(0, N, rows):
         part = slice(start, min(start + rows, N))
@@ -108,6 +105,7 @@ def _(
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.has_bias, ctx.trains_weight = inputs[2] is not None, inputs[6]
+    ctx.set_materialize_grads(False)  # else there were gradients of the gradients, full of zeros
     ctx.save_for_backward(*output[1:])
 
 
@@ -125,21 +123,15 @@ _loss_and_gradients.register_autograd(_scale_gradients, setup_context=_save_grad
 
 
 def _pad_table(weight: Tensor) -> Tensor:
-    """Return weight (V, D) in bfloat16, with rows of zeros added up to a multiple of COLUMN_MULTIPLE."""
+    """Return weight (V, D) in bfloat16, with rows of zeros added up to `pad_classes` of V."""
     V, D = weight.shape
-    rows = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    rows = pad_classes(V)
     if rows == V:
         return weight.to(torch.bfloat16)
     table = torch.empty(rows, D, dtype=torch.bfloat16, device=weight.device)
     table[:V] = weight
     table[V:] = 0
     return table
-
-
-def _rows_at_a_time(N: int, columns: int) -> int:
-    """Return the number of rows of which the logits are computed at a time, a multiple of 128 if not all."""
-    parts = math.ceil(N * columns / MAX_LOGITS)
-    return math.ceil(N / parts / 128) * 128 if parts > 1 else N
 
 
 def _add_product(total: Tensor, gradient: Tensor, x: Tensor, *, is_first: bool) -> None:

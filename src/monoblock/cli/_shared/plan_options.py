@@ -33,7 +33,7 @@ MODES: dict[str, tuple[CheckpointMode, str]] = {  # JSON key -> (mode of checkpo
     "checkpointed": (True, "full checkpointing"),
 }
 HEADINGS = tuple(heading for _, heading in MODES.values())
-MEMORY_ROWS = ("weights", "gradients", "optimizer", "weight_copies", "gathered_layers", "activations", "logits")
+MEMORY_ROWS = ("weights", "gradients", "optimizer", "weight_copies", "gathered_layers", "activations", "loss")
 
 # Option -> (the options without any of which it has no effect, its default value).
 PLAN_OPTIONS: dict[str, tuple[tuple[str, ...], Any]] = {
@@ -135,7 +135,7 @@ def build_plan(model_account: Account, options: dict[str, Any]) -> dict[str, Any
         "strategy": options["strategy"],
         "parallel": asdict(parallel),
         "hardware": asdict(hardware),
-        "assumptions": list_assumptions(parallel, hardware),
+        "assumptions": list_assumptions(config, parallel, hardware),
         "modes": modes,
     }
 
