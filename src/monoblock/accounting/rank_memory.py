@@ -26,7 +26,7 @@ gradients. `find_peak` goes through the backward pass layer by layer and takes t
 the activations of as many micro-batches as there are stages from it on (the schedule 1F1B).
 
 Not counted: the CUDA context, buffers of NCCL and memory lost to fragmentation, which PyTorch does not count as
-allocated either. A compiled model saves less.
+allocated either. The step is not compiled.
 """
 
 from __future__ import annotations

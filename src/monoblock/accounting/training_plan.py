@@ -173,7 +173,7 @@ def list_assumptions(config: ModelConfig, parallel: ParallelPlan, hardware: Hard
         f"bandwidth of one GPU: {hardware.intra_bandwidth / 1e9:g} GB/s within a node of {hardware.gpus_per_node} "
         f"GPUs, {hardware.inter_bandwidth / 1e9:g} GB/s between nodes; no latency",
         "fused attention; memory is what PyTorch allocates, without the CUDA context, NCCL and fragmentation",
-        "memory is that of a step that is not compiled; a compiled step keeps fewer activations and usually takes less",
+        "memory is that of a step that is not compiled; that of a compiled step was not measured against the plan",
         "selective checkpointing: recomputed norms, activation functions and dropout take no time",
     ]
     if fuses_loss(config, parallel):
