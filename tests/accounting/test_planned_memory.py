@@ -50,8 +50,7 @@ def test_the_peak_of_a_step_on_one_gpu(fake, name, checkpointing):
     compare_peaks(fake, MODELS[name], 4, checkpointing, 0.05)
 
 
-@MODES
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "checkpointing"), [*((name, False) for name in MODELS), ("llama", "selective")])
 def test_the_peak_in_the_fused_loss(fake, name, checkpointing):
     """The weight is padded, and its gradient is as large as the logits."""
     compare_peaks(fake, vary(MODELS[name], vocab=20_011), 4, checkpointing, 0.01)
