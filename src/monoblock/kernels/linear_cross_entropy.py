@@ -105,7 +105,6 @@ def _(
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.has_bias, ctx.trains_weight = inputs[2] is not None, inputs[6]
-    ctx.set_materialize_grads(False)  # else there were gradients of the gradients, full of zeros
     ctx.save_for_backward(*output[1:])
 
 

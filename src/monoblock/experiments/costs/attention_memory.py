@@ -78,6 +78,20 @@ def _backward(forward: Callable[[], Tensor]) -> None:
     forward().sum().backward()
 
 
+def _fused_share(words: str, at_most: float, *, late: str = "") -> Rule:
+    return Rule(
+        statement=f"at 4,096 tokens the fused kernel keeps at most {words} of the bytes",
+        metric="saved_bytes",
+        arm="fused",
+        at="4096",
+        quantity="ratio",
+        other="plain",
+        at_most=at_most,
+        is_exact=True,
+        late=late,
+    )
+
+
 EXPERIMENT = Experiment(
     name="attention-memory",
     claim="attention memory is quadratic in the length: 32 MB at 512 tokens and 2,048 MB at 4,096; fused kernels "
@@ -129,27 +143,8 @@ EXPERIMENT = Experiment(
             at_most=2.1,
             is_exact=True,
         ),
-        Rule(
-            statement="at 4,096 tokens the fused kernel keeps at most a twentieth of the bytes",
-            metric="saved_bytes",
-            arm="fused",
-            at="4096",
-            quantity="ratio",
-            other="plain",
-            at_most=0.05,
-            is_exact=True,
-        ),
-        Rule(
-            statement="at 4,096 tokens the fused kernel keeps at most a tenth of the bytes",
-            metric="saved_bytes",
-            arm="fused",
-            at="4096",
-            quantity="ratio",
-            other="plain",
-            at_most=0.1,
-            is_exact=True,
-            late="the rule, with the factor of the document",
-        ),
+        _fused_share("a twentieth", 0.05),
+        _fused_share("a tenth", 0.1, late="the rule, with the factor of the document"),
     ),
     reading="`matrix_bytes` is one matrix of scores by the closed form; the MB of the documents are 2^20 bytes, so 32 "
     "MB are 33,554,432 bytes. The bytes do not vary between runs.",
