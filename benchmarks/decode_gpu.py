@@ -142,21 +142,27 @@ def check_rounded(out: torch.Tensor) -> None:
 
 
 def check_quantized_steps() -> list[str]:
-    """Compare logits of recorded steps of quantized models with those of a full pass, whose x is not rounded."""
+    """Compare logits of recorded steps of quantized models with those of plain modules in fp32.
+
+    The steps round the vector of each product to 8 bits, which alone is an error of 2.4 % in this model, and the rest
+    to bfloat16, which is 2 %.
+    """
     checks = []
     config = mb.vary(mb.preset("llama-7b"), depth=2, hidden=8704)  # wide enough for all kernels
     for bits, group in QUANTIZED_GROUPS.items():
-        model = mb.optimize(mb.quantize(random_model(config), bits=bits, group=group))
+        quantized = mb.quantize(random_model(config), bits=bits, group=group)
         ids = torch.randint(1000, (1, 200), device="cuda")
+        with torch.inference_mode():
+            expected = copy.deepcopy(quantized).float()(ids)[0, -8:]
+        model = mb.optimize(quantized)
         prepared = prepare(model)
         assert prepared is not None
         with torch.inference_mode():
-            expected = model(ids)[0, -8:].float()
             state = prepared.make_graph_state(256, rows_per_prompt=1, prefill_chunk=None)
             state.prefill([Prompt(tuple(ids[0, :-8].tolist()))])
             logits = torch.cat([state.step(token).float().clone() for token in ids[0, -8:].split(1)])
         error = (logits - expected).norm() / expected.norm()
-        assert error < 3e-2, f"recorded steps, {bits} bits: relative error {error:.2e}"
+        assert error < 4e-2, f"recorded steps, {bits} bits: relative error {error:.2e}"
         checks.append(f"recorded steps, {bits} bits {error:.1e}")
         release(model)
     return checks
@@ -335,8 +341,9 @@ def main() -> None:
         print("skipped: there is no GPU")
         return
     if not args.skip_checks:
-        for line in check_kernels() + check_quantized_steps():
-            print("ok", line, flush=True)
+        for check in (check_kernels, check_quantized_steps):
+            for line in check():
+                print("ok", line, flush=True)
         names = check_tokens()
         print(f"ok recorded steps = plain steps for {len(names)} presets: {' '.join(names)}", flush=True)
     if args.only == "checks" or args.smoke:

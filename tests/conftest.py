@@ -1,7 +1,17 @@
 """Fixtures of all tests."""
 
+from pathlib import Path
+
 import pytest
 import torch
+
+# Folders of tests that take long; the others, which are short, then fill the time until both workers are done.
+FIRST_FOLDERS = ("parallel", "kill", "training", "experiments", "interop", "kernels", "accounting", "course", "runs")
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: index for index, name in enumerate(FIRST_FOLDERS)}
+    items.sort(key=lambda item: order.get(Path(item.path).parent.name, len(order)))
 
 
 @pytest.fixture(autouse=True)

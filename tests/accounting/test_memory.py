@@ -456,7 +456,16 @@ def stored_after_forward(tracker, model, layers, *inputs):
     return tracker.current - before, out
 
 
+@pytest.fixture
+def fast_collection():
+    """Let the garbage collector look at new objects only; there are many old ones in a long test run."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.mark.parametrize("config", list(uniform_models()))
+@pytest.mark.usefixtures("fast_collection")
 def test_a_checkpointed_block_keeps_what_is_stored(config, fake, monkeypatch):
     """The difference between two blocks and one; GPU kernels are replaced by functions that save as much."""
     monkeypatch.setattr(fake, "ALIGNMENT", 1)

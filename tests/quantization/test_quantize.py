@@ -62,6 +62,14 @@ def test_unpacking_follows_the_documented_layout(bits, group):
     assert_near(unpack(matrix, INPUTS, torch.float64), unpack_by_hand(matrix, INPUTS))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_unpacking_rounds_once(bits, dtype):
+    """Not the product of scale and integer first, whose rounding error is larger than that of the weight."""
+    matrix = pack(random_weight(), bits, 32)
+    assert torch.equal(unpack(matrix, INPUTS, dtype), unpack_by_hand(matrix, INPUTS).float().to(dtype))
+
+
 def test_at_8_bits_the_error_is_at_most_half_a_step():
     matrix = pack(random_weight(), 8, 32)
     step = matrix.scale.double().repeat_interleave(32, 1)[:, :INPUTS]

@@ -45,8 +45,8 @@ AGAINST: dict[Verdict, Verdict] = {  # what a rule against a claim says about it
 
 SHARED = "its times were measured while other trials used the GPU"
 CLAIMS = (
-    Claim("A, pre-norm; C, pre-norm", "pre-norm trains without warm-up", "norm-placement", (1,)),
-    Claim("A, debugging; B §10 and §14", "post-norm needs warm-up", "norm-placement", (0,)),
+    Claim("A, pre-norm; C, pre-norm", "pre-norm trains without warm-up", "norm-placement", (1, 5)),
+    Claim("A, debugging; B §10 and §14", "post-norm needs warm-up", "norm-placement", (0, 4)),
     Claim("A, pre-norm", "post-norm breaks past about 24 layers", "norm-placement", (3,)),
     Claim("A, pre-norm; E §8.5.3", "in post-norm the gradients of layers differ by depth", "norm-placement", (2,)),
     Claim("C, question 3", "0.9^24 = 0.08 of the gradient is left without residuals", "residuals", (0, 1, 3)),
@@ -54,6 +54,7 @@ CLAIMS = (
     Claim("B §06; D, residual connections", "deep networks without residuals do not train", "residuals", (4,)),
     Claim("A, five ingredients; E §8.1.3", "attention needs its other components", "components", tuple(range(8))),
     Claim("B §10", "dropout is the most important regularization", "components", (9,)),
+    Claim("B §14", "gradient clipping is not optional", "components", (10,)),
     Claim("A, debugging", "position blind means garbage", "components", (8,)),
     Claim("A, positions; B §03", "sinusoids generalise to longer sequences", "positions", (6,)),
     Claim("E §8.4.5", "ALiBi extrapolates to longer sequences", "positions", (0,)),

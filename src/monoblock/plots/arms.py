@@ -15,6 +15,7 @@ from monoblock.plots.figure import create_figure
 ArmValues = tuple[float, float]  # mean and standard deviation
 MAX_PANELS = 3  # curves that are drawn beside each other
 MAX_TICKS = 12
+MAX_ARMS_INSIDE = 8  # a longer legend would hide curves, so it is beside the panels
 MARGIN = 0.05  # of an axis above its highest value, as in matplotlib
 
 
@@ -121,8 +122,11 @@ def draw_arm_curves(title: str, panels: Sequence[ArmCurves], *, logarithmic: boo
         value is not None and value[1] for panel in shown for curve in panel.curves.values() for value in curve
     )
     title_of_legend = "bands: one standard deviation" if has_bands else None
-    columns = 1 + (len(shown[0].curves) > 10)
-    axes[0].legend(fontsize=7, framealpha=0.9, ncols=columns, title=title_of_legend, title_fontsize=7)
+    options = {"fontsize": 7, "title": title_of_legend, "title_fontsize": 7, "handlelength": 3.5}
+    if len(arms) <= MAX_ARMS_INSIDE:
+        axes[0].legend(framealpha=0.9, **options)
+    else:
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", **options)
     figure.suptitle(title, fontsize=11)
     return figure
 

@@ -26,6 +26,8 @@ REMOVED: dict[str, tuple[str, tuple[str, ...]]] = {
     "one-head": ("several heads: the one head has the whole width", ("model.heads=1",)),
     "no-dropout": ("dropout", NO_DROPOUT),
     "no-warmup": ("the warm-up of the learning rate", ("train.warmup=0",)),
+    # No update is left out, however large its gradient is.
+    "no-clipping": ("the clipping of gradients", ("train.clip=0.0", "train.spike_threshold=0.0")),
 }
 
 
@@ -70,6 +72,7 @@ EXPERIMENT = Experiment(
         _costs("no-warmup", "warm-up", 1.02),
         _costs("no-positions", "positions", 2.0, late="the rule"),
         _costs("no-dropout", "dropout", 1.02, late="the rule"),
+        _costs("no-clipping", "the clipping of gradients", 1.02, late="this arm"),
     ),
     reading="The model is pre-norm with rotary positions. An arm without feed-forward networks has fewer "
     "parameters too. The arm without dropout is here for comparison: with a budget this small it can be better than "
