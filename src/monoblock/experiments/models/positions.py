@@ -27,11 +27,13 @@ from monoblock.tasks.loaded_model import LoadedModel
 
 MULTIPLES = (1, 2, 4, 6, 8, 16)  # of the training length
 BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # in a batch of the evaluation
+SCALED = "model.embedding_scale=sqrt_width"
+LONG = "train.steps=12000"  # of arms that show whether longer training changes the result
 
 
 def measure(trial: Trial) -> Iterator[str | Metrics]:
     """Train a language model and evaluate it at every length, in blocks and in sliding windows."""
-    for event in train_and_load(trial):
+    for event in train_and_load(trial, ("train.steps=3",) if trial.smoke else ()):
         if isinstance(event, str):
             yield event
             continue
@@ -82,20 +84,23 @@ EXPERIMENT = Experiment(
     source="A, positional encoding; B §03 and §11; E §8.4",
     arms=(
         _arm("none", "no positions: only the causal mask tells the order"),
-        _arm("sinusoidal", "sinusoids added to the embedding", "sinusoid", "model.embedding_scale=sqrt_width"),
+        _arm("sinusoidal", "sinusoids added to the embedding", "sinusoid", SCALED),
         _arm("learned", "a learned vector for each position; it ends at the training length"),
         _arm("rotary", "rotary positions, unchanged at longer lengths"),
         _arm("rotary-yarn", "rotary positions, scaled by YaRN to the tested length", "rotary", yarn=True),
         _arm("alibi", "a penalty on the score that is linear in the distance"),
         _arm("buckets", "a learned bias for each bucket of distances, as in T5"),
+        _arm("sinusoidal-long", "sinusoids, three times as many steps", "sinusoid", SCALED, LONG),
+        _arm("alibi-long", "ALiBi, three times as many steps", "alibi", LONG),
     ),
+    default_arms=("none", "sinusoidal", "learned", "rotary", "rotary-yarn", "alibi", "buckets"),
     measure=measure,
     recipe="wikitext2",
     changes=(*LANGUAGE_MODEL, "train.steps=4000", "train.eval_every=1000"),
     stand_in=TEXT_STAND_IN,
     toy="text",
     smoke=TEXT_SMOKE,
-    budget="4,000 steps of 32 blocks of 256 words for every arm",
+    budget="4,000 steps of 32 blocks of 256 words for every arm, 12,000 for those whose name ends in -long",
     data="WikiText-2 by words, test split",
     columns=("perplexity_1", "validation_loss", "training_loss", "parameters", "seconds_training"),
     curves=dict.fromkeys(("perplexity", "perplexity_sliding"), "multiple of the training length"),
@@ -175,6 +180,28 @@ EXPERIMENT = Experiment(
             other="sinusoidal",
             at_most=0.9,
             late="the rule",
+        ),
+        Rule(
+            statement="after three times as many steps, sinusoids are more than five times worse at six times the "
+            "training length",
+            metric="perplexity",
+            arm="sinusoidal-long",
+            at="6",
+            quantity="ratio",
+            other_at="1",
+            at_least=5.0,
+            late="this arm",
+        ),
+        Rule(
+            statement="after three times as many steps, ALiBi loses at most 1 % of perplexity at six times the "
+            "training length",
+            metric="perplexity",
+            arm="alibi-long",
+            at="6",
+            quantity="ratio",
+            other_at="1",
+            at_most=1.01,
+            late="this arm",
         ),
     ),
     reading="A curve that stays level or falls extrapolates. In longer blocks the average token has more context, so "
