@@ -17,11 +17,20 @@ def device_name() -> str:
 
 
 def commit() -> str:
-    """Return the commit of this checkout; the variable COMMIT gives it where the folder is a copy without history."""
+    """Return the commit of this checkout, with "-dirty" if its code was changed since.
+
+    The variable COMMIT gives it where the folder is a copy without history.
+    """
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    folder = Path(__file__).parent
+    name = _run_git("-C", str(folder), "rev-parse", "--short", "HEAD")
+    is_changed = _run_git("-C", str(folder.parent), "status", "--porcelain", "--", "src", "benchmarks/*.py")
+    return f"{name}-dirty" if name and is_changed else name or "unknown"
+
+
+def _run_git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def command_line() -> str:

@@ -6,10 +6,10 @@
 # Each further argument is a call of `monoblock compare`, which is stopped after SECONDS; its results are lines of JSON
 # in OUT/EXPERIMENT/results.jsonl, and lines that are there already are not measured again. CUDA MPS lets processes
 # share the GPU; without it, or without a GPU, the calls run all the same. At most SLOTS calls (a variable, 12) run at
-# once. Do not measure time this way: experiments that do (sparse, speculative, attention-memory, kv-cache, recurrence) must be
-# alone on the machine.
+# once. Do not measure time this way: experiments that do (sparse, speculative, attention-memory, kv-cache, recurrence,
+# and the arms of language-models with equal time) must be alone on the machine.
 set -euo pipefail
-[ $# -ge 3 ] || { sed -n '2,10p' "$0"; exit 2; }
+[ $# -ge 3 ] || { sed -n '2,11p' "$0"; exit 2; }
 out=$1 seconds=$2
 shift 2
 mkdir -p "$out"

@@ -362,7 +362,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("steps", "fp8", "trainer", "curves"), default="steps")
     parser.add_argument("--rows", type=int, nargs="*", help=f"measure only these of the {len(ROWS)} steps, from 0")
-    parser.add_argument("--text", type=Path, help="a text file, for trainer and curves")
+    parser.add_argument(
+        "--text", type=Path, help="a text file, for trainer and curves; with --smoke by default this program"
+    )
     parser.add_argument("--tokenizer", type=Path, help="the folder of a tokenizer, for trainer")
     parser.add_argument("--smoke", action="store_true", help="toy sizes")
     parser.add_argument("--write", action="store_true", help=f"write the table to results/{RESULTS.name}")
@@ -371,6 +373,8 @@ def main() -> None:
         parser.error("--rows needs --only steps")
     if args.rows is not None and not all(0 <= row < len(ROWS) for row in args.rows):
         parser.error(f"--rows takes numbers from 0 to {len(ROWS) - 1}")
+    if args.only in ("trainer", "curves") and args.text is None and not args.smoke:
+        parser.error(f"--only {args.only} needs --text FILE")
     text = args.text or Path(__file__)
     if not text.is_file():
         parser.error(f"--text {text} is not a file")

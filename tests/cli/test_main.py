@@ -238,6 +238,18 @@ def test_account_of_a_folder_without_a_configuration_is_an_error(tmp_path, capsy
     assert f"{tmp_path} has no config.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("batch", "measured"), [(8, 5366), (32, 13290)])
+def test_account_prints_the_peak_of_training_on_one_gpu(batch, measured, capsys):
+    """The MiB that were allocated on an H200, see benchmarks/results/planned-memory.md."""
+    arguments = ["account", "gpt2", "--batch", str(batch), "--length", "1024"]
+    assert run([*arguments, "--json"]) == 0
+    peak = json.loads(capsys.readouterr().out)["memory"]["peak"]
+    assert peak["kept"] / 2**20 == pytest.approx(measured, rel=0.1)
+    assert peak["checkpointed"] < peak["selective"] < peak["kept"]
+    assert run(arguments) == 0
+    assert f"on one GPU: {peak['kept'] / 2**30:#.3g} GiB, selective" in capsys.readouterr().out
+
+
 def test_account_reports_the_cost_of_decoding_with_a_prompt_and_beams(capsys):
     assert run(["account", "gpt2", "--new", "5", "--prompt", "3", "--beams", "2", "--json"]) == 0
     costs = json.loads(capsys.readouterr().out)["decoding"]

@@ -14,6 +14,7 @@ from monoblock.cli._shared.output import json_option, print_json, suggest_next
 from monoblock.cli._shared.plan_options import COUNT, PLAN_OPTIONS, build_plan, plan_options
 from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.parts import CheckpointMode
 from monoblock.errors import ConfigError, InputError
 from monoblock.interop.account import account
 from monoblock.interop.config_file import read_any_config
@@ -57,7 +58,7 @@ def apply_overrides(config: ModelConfig | RecurrentConfig, overrides: tuple[str,
 def build_report(model_account: Account, options: dict[str, Any]) -> dict[str, Any]:
     """Return the report that --json prints: `Account.to_dict`, and what further options add to it."""
     sizes = {key: options[key] for key in ("batch", "length", "target_length")}
-    report = model_account.to_dict(
+    report: dict[str, Any] = model_account.to_dict(
         **sizes, dtype=options["dtype"], optimizer=options["optimizer"], gpus=options["gpus"]
     )
     if options["tokens"]:
@@ -66,11 +67,20 @@ def build_report(model_account: Account, options: dict[str, Any]) -> dict[str, A
         report["budget"] = asdict(budget)
     if options["strategy"]:
         report["plan"] = build_plan(model_account, options)
+    elif options["gpus"] == 1 and not isinstance(model_account.config, RecurrentConfig):
+        report["memory"]["peak"] = _peak_memory(model_account, options)
     if options["new"]:
         report["decoding"] = _decoding_costs(model_account, options)
     if options["measure"]:
         report["measured"] = _measure_components(model_account, options)
     return report
+
+
+def _peak_memory(model_account: Account, options: dict[str, Any]) -> dict[str, int]:
+    """Return the largest memory of a step of `monoblock train` on one GPU, by how activations are kept."""
+    sizes = {key: options[key] for key in ("batch", "length", "target_length", "optimizer")}
+    modes: dict[str, CheckpointMode] = {"kept": False, "selective": "selective", "checkpointed": True}
+    return {name: model_account.plan(**sizes, checkpointing=mode).memory.peak for name, mode in modes.items()}
 
 
 def _measure_components(model_account: Account, options: dict[str, Any]) -> dict[str, Any]:

@@ -52,11 +52,13 @@ def pack(weight: Tensor, bits: int, group: int) -> PackedMatrix:
 def unpack(matrix: PackedMatrix, in_features: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Dequantize a matrix to (…, rows, in_features), rounded once to `dtype`."""
     integers = matrix.packed if matrix.least is None else _unpack_nibbles(matrix.packed)
-    precise = torch.promote_types(dtype, torch.float32)
-    weight = integers.unflatten(-1, (matrix.scale.shape[-1], -1)) * matrix.scale.to(precise)[..., None]
-    if matrix.least is not None:
-        weight = weight + matrix.least.to(precise)[..., None]
-    return weight.to(dtype).flatten(-2)[..., :in_features]
+    grouped = integers.unflatten(-1, (matrix.scale.shape[-1], -1)).to(dtype)
+    scale = matrix.scale.to(dtype)[..., None]
+    # In 16 bits the product alone would be rounded, by more than the weight; addcmul rounds the sum.
+    weight = (
+        grouped * scale if matrix.least is None else torch.addcmul(matrix.least.to(dtype)[..., None], grouped, scale)
+    )
+    return weight.flatten(-2)[..., :in_features]
 
 
 def group_size(matrix: PackedMatrix) -> int:

@@ -9,12 +9,11 @@ from pathlib import Path
 from monoblock.experiments.claims import CLAIMS, Claim
 from monoblock.experiments.frame.report import Report
 from monoblock.experiments.frame.results import read_results
-from monoblock.experiments.frame.rules import Verdict
+from monoblock.experiments.frame.rules import Rule, Verdict
 from monoblock.experiments.names import EXPERIMENTS
 from monoblock.experiments.table import load_experiment
 
 NOT_MEASURED = "not yet measured"
-OLDER = "shows it with fewer seeds or arms than the rules need"
 INTRODUCTION = """# Experiments
 
 The source documents make claims; each is one command away:
@@ -78,13 +77,16 @@ def _link(results: Path, name: str) -> str:
     return f"[table](../benchmarks/results/{name}.md)" if (results / f"{name}.md").is_file() else NOT_MEASURED
 
 
+def _late(rule: Rule) -> str:
+    return f" ({rule.late} was added after results)" if rule.late else ""
+
+
 def _explain(claim: Claim, verdicts: Sequence[Verdict]) -> str:
     """Return what each rule of a claim says, and the other table that shows it."""
     rules = load_experiment(claim.experiment).rules if claim.experiment else ()
-    said = [f"{rules[number].statement}: {verdicts[number]}" for number in claim.rules]
+    said = [f"{rules[number].statement}: {verdicts[number]}{_late(rules[number])}" for number in claim.rules]
     if claim.table:
-        link = f"[table](../benchmarks/results/{claim.table}.md)"
-        said.append(f"an older {link} {OLDER}" if said else link)
+        said.append(f"[table](../benchmarks/results/{claim.table}.md)")
     return "; ".join([*said, claim.caveat] if claim.caveat else said)
 
 

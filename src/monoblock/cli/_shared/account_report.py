@@ -75,6 +75,14 @@ def _print_memory(report: dict[str, Any]) -> None:
         ]
         print_table(("part", *MEMORY_MODES.values()), rows)
         click.echo(CHECKPOINTING_NOTE)
+    if "peak" in memory:
+        peak = {mode: format_bytes(count) for mode, count in memory["peak"].items()}
+        click.echo(
+            f"\nPeak of a step of `monoblock train` on one GPU: {peak['kept']}, selective {peak['selective']}, "
+            f"checkpointed {peak['checkpointed']}\n"
+            "There, weights are in fp32 and products in bf16, and most losses store no logits; the table counts the "
+            "tensors of the formulas."
+        )
     click.echo(f"\nInference: weights in {memory['dtype']} {format_bytes(memory['weights'])}, ", nl=False)
     click.echo(f"key/value cache in {memory['trained_in']} {format_bytes(report['kv_cache_bytes'])}")
 

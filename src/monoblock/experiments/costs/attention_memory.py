@@ -144,7 +144,7 @@ EXPERIMENT = Experiment(
             is_exact=True,
         ),
         _fused_share("a twentieth", 0.05),
-        _fused_share("a tenth", 0.1, late="the rule, with the factor of the document"),
+        _fused_share("a tenth", 0.1, late="the rule, with the factor of the document,"),
     ),
     reading="`matrix_bytes` is one matrix of scores by the closed form; the MB of the documents are 2^20 bytes, so 32 "
     "MB are 33,554,432 bytes. The bytes do not vary between runs.",

@@ -22,8 +22,9 @@ from monoblock.experiments.frame.experiment import Experiment, Metrics, Trial
 from monoblock.experiments.frame.toy_data import toy_path
 
 RESULTS_FILE = "results.jsonl"
-# Keys of a recipe that change how long a trial takes, and what it learns only by rounding: trials that differ in them
-# are compared, and the page names the keys.
+# Keys of a recipe that change how long a trial takes: trials that differ in them are compared, and the page names the
+# keys. They change what is learned only by rounding, except that translation with train.compile=graphs has batches of
+# one shape, and otherwise batches of similar lengths.
 SPEED_KEYS = ("train.compile", "train.workers", "train.device")
 
 

@@ -26,8 +26,10 @@ REMOVED: dict[str, tuple[str, tuple[str, ...]]] = {
     "one-head": ("several heads: the one head has the whole width", ("model.heads=1",)),
     "no-dropout": ("dropout", NO_DROPOUT),
     "no-warmup": ("the warm-up of the learning rate", ("train.warmup=0",)),
-    # No update is left out, however large its gradient is.
-    "no-clipping": ("the clipping of gradients", ("train.clip=0.0", "train.spike_threshold=0.0")),
+    "no-clipping": (
+        "the clipping of gradients, and without leaving out updates with large ones",
+        ("train.clip=0.0", "train.spike_threshold=0.0"),
+    ),
 }
 
 

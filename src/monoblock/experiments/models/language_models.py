@@ -230,8 +230,9 @@ EXPERIMENT = Experiment(
     ),
     smoke_options={"seconds": 1.0},
     smoke_arms=("transformer", "lstm-time", "exercise-lstm"),
-    budget="65 million words and about 29 million parameters for each model; the arms of equal time have 240 seconds "
-    "of training steps; learning rates from grids of six, each twice the one before, with a tenth of the tokens",
+    budget="65 million words and about 29 million parameters for each model; the arms of equal time have as many steps "
+    "as fit into 240 seconds, by a measurement before training; learning rates from grids of six, each twice the one "
+    "before, with a tenth of the tokens",
     data="WikiText-2 by words, test split",
     columns=(
         *("test_perplexity", "perplexity_blocks", "perplexity_sliding", "perplexity_carried", "training_perplexity"),
