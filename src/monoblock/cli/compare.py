@@ -27,7 +27,8 @@ file_type = click.Path(path_type=Path, exists=True, dir_okay=False)
     "their results in a table and a plot; and state a conclusion only if the numbers carry it, by rules that were "
     f"fixed before. The experiments are:\n\n{EXPERIMENT_HELP}\n\n"
     "An argument whose key has a dot, such as train.steps=500, changes the recipe of all arms. Other arguments are "
-    "options of the experiment; all have seeds=1,2,3 and arms=NAME,NAME, in which * stands for any text.\n\n"
+    "options of the experiment; all have seeds=1,2,3 and arms=NAME,NAME, in which * stands for any text. The table "
+    "has all stored seeds of these arms.\n\n"
     "Each finished arm and seed is a line of results.jsonl in the folder --out. What has a line is not repeated, so "
     "an interrupted call continues, and lines from another machine can be added to the folder or named by --results.",
 )

@@ -24,14 +24,15 @@ monoblock compare positions seeds=1,2,3 --jobs 7    # several arms at once, also
 monoblock compare positions --smoke                 # everything for a few steps, to see that it runs
 ```
 An experiment trains or measures its *arms* with one budget, the same data in the same order and the same seeds. Which
-arms and seeds a call runs is said by `arms=NAME,NAME`, in which `*` stands for any text, and `seeds=1,2,3`;
-`section.key=value` changes the recipe of all arms. WikiText-2 and Multi30k are read from the folder `--data` or
-`$MONOBLOCK_DATA`; where they are absent, a packaged corpus stands in, and the page says so.
+arms and seeds a call runs is said by `arms=NAME,NAME`, in which `*` stands for any text, and `seeds=1,2,3`; the table
+has all stored seeds of these arms. `section.key=value` changes the recipe of all arms. WikiText-2 and Multi30k are read
+from the folder `--data` or `$MONOBLOCK_DATA`; where they are absent, a packaged corpus stands in, and the page says so.
 
 **Results are lines of JSON.** Each finished arm and seed is a line of `results.jsonl` in the folder `--out` (by
 default `runs/compare-NAME`). What has a line is not run again, so a killed experiment continues. Lines of another
 machine are merged by copying the file into the folder under any name that ends in `.jsonl`, or with `--results FILE`.
-Only lines with the same options and changes are compared; compilation, workers and device may differ.
+Only lines with the same options and changes are compared; compilation, workers and device may differ. In translation,
+do not mix `train.compile=graphs` with other values: with it a batch has pairs of all lengths, else of similar lengths.
 `benchmarks/experiments_gpu.sh` runs several experiments at the same time on one GPU. `--table` runs nothing, and
 `--write benchmarks/results` writes the page, the lines and the plot.
 
