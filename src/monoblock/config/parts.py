@@ -67,7 +67,7 @@ class AttentionConfig:
     scale: float | None = None  # factor on the scores; None: 1 / sqrt(head_dim)
     # "causal": a token sees itself and earlier tokens; "prefix": also the whole prefix; "full": all tokens
     mask: Literal["causal", "prefix", "full"] = "causal"
-    window: int | None = None  # a token sees keys closer than this, itself included
+    window: int | None = None  # a token sees keys closer than this, itself included; no faster with ALiBi or buckets
     global_tokens: bool = False  # marked tokens attend and are attended beyond the window (Longformer)
     random_blocks: int = 0  # number of random blocks beyond the window (BigBird)
     block_size: int = 64  # number of positions in a random block
