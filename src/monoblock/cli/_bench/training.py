@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from monoblock.cli._bench.ceilings import synchronize
 from monoblock.config.model import ModelConfig
 from monoblock.nn.transformer import Transformer
+from monoblock.training.loss import CrossEntropyLoss
 
 OURS, THEIRS, PLAIN = "monoblock", "transformers", "nanoGPT's operations"
 WARMUP_ROUNDS = 3
@@ -85,13 +86,17 @@ def build_models(config: ModelConfig, with_peers: bool = True) -> tuple[dict[str
 
 
 def time_step(model: nn.Module, ids: Tensor) -> float:
-    """Return the seconds of one forward pass, loss and backward pass."""
+    """Return the seconds of one forward pass, loss and backward pass; our model has the loss of our trainer."""
+    inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     model.zero_grad(set_to_none=True)
     synchronize(str(ids.device))
     start = time.perf_counter()
-    out = model(ids)
-    logits = out if isinstance(out, Tensor) else out.logits
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    if isinstance(model, Transformer):
+        loss = CrossEntropyLoss()(model, {"source": inputs}, labels) / labels.numel()
+    else:
+        out = model(inputs)
+        logits = out if isinstance(out, Tensor) else out.logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
     synchronize(str(ids.device))
     return time.perf_counter() - start
