@@ -8,6 +8,7 @@ on random tokens: in a post-norm stack it is largest near the output, which is w
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from monoblock.config.model import ModelConfig
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
@@ -19,10 +20,10 @@ from monoblock.experiments.models.gradients import initial_norms
 PLACES, WARMUPS, DEPTHS, DEFAULT_DEPTH = ("pre", "post", "sandwich"), (1, 800), (2, 6, 12, 24), 6
 # Peak learning rates: the higher two are those of Xiong et al. 2020, the lowest is that of document A.
 HIGH_RATE, MIDDLE_RATE, LOW_RATE = "1e-3", "5e-4", "3e-4"
-
-
 # Without CUDA graphs, which need batches of one shape, the pairs of a batch have similar lengths.
 SORTED = "train.compile=no"
+SORTED_LOW: dict[str, Any] = {"rate": LOW_RATE, "is_sorted": True}
+MIDDLE: dict[str, Any] = {"rate": MIDDLE_RATE}
 
 
 def measure(trial: Trial) -> Iterator[str | Metrics]:
@@ -45,7 +46,7 @@ def initial_gradients(config: ModelConfig, seed: int, device: str) -> Metrics:
     return {"gradient": curve, "gradient_last_to_first": norms[-1] / norms[0] if norms[0] else float("inf")}
 
 
-def _arm(place: str, warmup: int, depth: int, rate: str = HIGH_RATE, *, is_sorted: bool = False) -> Arm:
+def _arm(place: str, warmup: int, depth: int = DEFAULT_DEPTH, *, rate: str = HIGH_RATE, is_sorted: bool = False) -> Arm:
     suffix = "" if depth == DEFAULT_DEPTH else f"-depth{depth}"
     about = f"{place}-norm, {depth} layers, {warmup} warm-up step{'s' if warmup > 1 else ''}"
     changes = [f"model.norm_place={place}", f"train.warmup={warmup}", f"model.depth={depth}"]
@@ -55,7 +56,6 @@ def _arm(place: str, warmup: int, depth: int, rate: str = HIGH_RATE, *, is_sorte
         changes.append(f"train.lr={rate}")
     if is_sorted:
         suffix += "-sorted"
-    if is_sorted or rate == LOW_RATE:
         about += ", batches of similar lengths"
         changes.append(SORTED)
     return Arm(name=f"{place}-warmup{warmup}{suffix}", about=about, changes=tuple(changes))
@@ -64,49 +64,35 @@ def _arm(place: str, warmup: int, depth: int, rate: str = HIGH_RATE, *, is_sorte
 def _arms() -> Iterator[Arm]:
     for depth in DEPTHS:
         yield from (_arm(place, warmup, depth) for place in PLACES for warmup in WARMUPS)
-    yield from (_arm("pre", warmup, DEFAULT_DEPTH, is_sorted=True) for warmup in WARMUPS)
-    for rate in (LOW_RATE, MIDDLE_RATE):
-        yield from (_arm(place, warmup, DEFAULT_DEPTH, rate) for place in ("pre", "post") for warmup in WARMUPS)
+    yield from (_arm("pre", warmup, is_sorted=True) for warmup in WARMUPS)
+    for kind in (SORTED_LOW, MIDDLE):
+        yield from (_arm(place, warmup, **kind) for place in ("pre", "post") for warmup in WARMUPS)
 
 
-def _name(place: str, warmup: int, depth: int = DEFAULT_DEPTH, rate: str = HIGH_RATE) -> str:
-    return _arm(place, warmup, depth, rate).name
-
-
-def _at(rate: str) -> str:
-    return "" if rate == HIGH_RATE else f"at a learning rate of {rate}, "
-
-
-def _half_of_bleu(rate: str) -> Rule:
+def _without_warmup(statement: str, place: str, **kind: Any) -> Rule:
+    """Compare the BLEU without warm-up with that with it: the ratio for post-norm, the difference for pre-norm."""
+    without, with_warmup = (_arm(place, warmup, **kind).name for warmup in WARMUPS)
+    is_post = place == "post"
     return Rule(
-        statement=f"{_at(rate)}post-norm without warm-up has at most half the BLEU that it has with warm-up",
+        statement=statement,
         metric="bleu_lowercased",
-        arm=_name("post", 1, rate=rate),
-        quantity="ratio",
-        other=_name("post", 800, rate=rate),
+        arm=without if is_post else with_warmup,
+        quantity="ratio" if is_post else "difference",
+        other=with_warmup if is_post else without,
         at_most=0.5,
-        late="" if rate == HIGH_RATE else "this pair of arms",
+        late="this pair of arms" if kind else "",
     )
 
 
-def _small_loss(rate: str) -> Rule:
-    return Rule(
-        statement=f"{_at(rate)}pre-norm without warm-up loses at most 0.5 BLEU",
-        metric="bleu_lowercased",
-        arm=_name("pre", 800, rate=rate),
-        quantity="difference",
-        other=_name("pre", 1, rate=rate),
-        at_most=0.5,
-        late="" if rate == HIGH_RATE else "this pair of arms",
-    )
-
+HALF = "post-norm without warm-up has at most half the BLEU that it has with warm-up"
+SMALL_LOSS = "pre-norm without warm-up loses at most 0.5 BLEU"
 
 EXPERIMENT = Experiment(
     name="norm-placement",
     claim="pre-norm trains deep stacks without warm-up; post-norm needs warm-up and breaks beyond about 24 layers",
     source="A, pre-norm; B §10; C, pre-norm; D, layer normalization; E §8.5.3",
     arms=tuple(_arms()),
-    default_arms=tuple(_name(place, warmup) for place in PLACES for warmup in WARMUPS),
+    default_arms=tuple(_arm(place, warmup).name for place in PLACES for warmup in WARMUPS),
     measure=measure,
     recipe="multi30k",
     changes=(*TRANSLATION, f"train.lr={HIGH_RATE}", "train.clip=0.0", "train.spike_threshold=0.0"),
@@ -124,35 +110,27 @@ EXPERIMENT = Experiment(
     curves={"gradient": "decoder layer", "loss_by_step": "step"},
     logarithmic=True,
     rules=(
-        _half_of_bleu(HIGH_RATE),
-        _small_loss(HIGH_RATE),
+        _without_warmup(HALF, "post"),
+        _without_warmup(SMALL_LOSS, "pre"),
         Rule(
             statement="in a new post-norm model the gradient of the last layer is at least twice that of the first",
             metric="gradient_last_to_first",
-            arm=_name("post", 800),
+            arm=_arm("post", 800).name,
             at_least=2.0,
         ),
         Rule(
             statement="at 24 layers, post-norm with warm-up has at most half the BLEU of pre-norm",
             metric="bleu_lowercased",
-            arm=_name("post", 800, 24),
+            arm=_arm("post", 800, 24).name,
             quantity="ratio",
-            other=_name("pre", 800, 24),
+            other=_arm("pre", 800, 24).name,
             at_most=0.5,
         ),
-        _half_of_bleu(LOW_RATE),
-        _small_loss(LOW_RATE),
-        _half_of_bleu(MIDDLE_RATE),
-        _small_loss(MIDDLE_RATE),
-        Rule(
-            statement="with batches of similar lengths, pre-norm without warm-up loses at most 0.5 BLEU",
-            metric="bleu_lowercased",
-            arm=_arm("pre", 800, DEFAULT_DEPTH, is_sorted=True).name,
-            quantity="difference",
-            other=_arm("pre", 1, DEFAULT_DEPTH, is_sorted=True).name,
-            at_most=0.5,
-            late="this pair of arms",
-        ),
+        _without_warmup(f"at a learning rate of {LOW_RATE}, {HALF}", "post", **SORTED_LOW),
+        _without_warmup(f"at a learning rate of {LOW_RATE}, {SMALL_LOSS}", "pre", **SORTED_LOW),
+        _without_warmup(f"at a learning rate of {MIDDLE_RATE}, {HALF}", "post", **MIDDLE),
+        _without_warmup(f"at a learning rate of {MIDDLE_RATE}, {SMALL_LOSS}", "pre", **MIDDLE),
+        _without_warmup(f"with batches of similar lengths, {SMALL_LOSS}", "pre", is_sorted=True),
     ),
     reading="The learning rate rises to its peak in 1 or 800 steps; document A recommends a peak of 3e-4. The curve of "
     "gradients is that of a new model on random tokens, by layer of the decoder.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig
@@ -77,6 +78,14 @@ def _arm(name: str, about: str, positions: str | None = None, *changes: str, **v
     return Arm(name=name, about=about, changes=(f"model.positions={positions or name}", *changes), values=values)
 
 
+def _at_six(words: str, arm: str, **bound: Any) -> Rule:
+    """Bound the perplexity at six times the training length, divided by that at the training length."""
+    statement = f"{words} at six times the training length"
+    return Rule(statement=statement, metric="perplexity", arm=arm, at="6", quantity="ratio", other_at="1", **bound)
+
+
+LONGER = "after three times as many steps, "
+
 EXPERIMENT = Experiment(
     name="positions",
     claim="sinusoids extrapolate to longer sequences in principle, but in practice ALiBi does, and rotary positions do "
@@ -106,24 +115,8 @@ EXPERIMENT = Experiment(
     curves=dict.fromkeys(("perplexity", "perplexity_sliding"), "multiple of the training length"),
     logarithmic=True,
     rules=(
-        Rule(
-            statement="ALiBi loses at most 1 % of perplexity at six times the training length",
-            metric="perplexity",
-            arm="alibi",
-            at="6",
-            quantity="ratio",
-            other_at="1",
-            at_most=1.01,
-        ),
-        Rule(
-            statement="sinusoids are more than five times worse at six times the training length",
-            metric="perplexity",
-            arm="sinusoidal",
-            at="6",
-            quantity="ratio",
-            other_at="1",
-            at_least=5.0,
-        ),
+        _at_six("ALiBi loses at most 1 % of perplexity", "alibi", at_most=1.01),
+        _at_six("sinusoids are more than five times worse", "sinusoidal", at_least=5.0),
         Rule(
             statement="sinusoids are more than five times worse in sliding windows of six times the training length",
             metric="perplexity_sliding",
@@ -134,15 +127,7 @@ EXPERIMENT = Experiment(
             at_least=5.0,
             late="the rule",
         ),
-        Rule(
-            statement="rotary positions without scaling lose more than 10 % at six times the training length",
-            metric="perplexity",
-            arm="rotary",
-            at="6",
-            quantity="ratio",
-            other_at="1",
-            at_least=1.1,
-        ),
+        _at_six("rotary positions without scaling lose more than 10 %", "rotary", at_least=1.1),
         Rule(
             statement="YaRN has at most 0.9 of the perplexity of rotary without scaling at six times the length",
             metric="perplexity",
@@ -161,16 +146,7 @@ EXPERIMENT = Experiment(
             other="sinusoidal",
             at_most=0.99,
         ),
-        Rule(
-            statement="sinusoids lose at most 10 % of perplexity at six times the training length",
-            metric="perplexity",
-            arm="sinusoidal",
-            at="6",
-            quantity="ratio",
-            other_at="1",
-            at_most=1.1,
-            late="the rule",
-        ),
+        _at_six("sinusoids lose at most 10 % of perplexity", "sinusoidal", at_most=1.1, late="the rule"),
         Rule(
             statement="at six times the training length, rotary positions are at least 10 % better than sinusoids",
             metric="perplexity",
@@ -181,28 +157,8 @@ EXPERIMENT = Experiment(
             at_most=0.9,
             late="the rule",
         ),
-        Rule(
-            statement="after three times as many steps, sinusoids are more than five times worse at six times the "
-            "training length",
-            metric="perplexity",
-            arm="sinusoidal-long",
-            at="6",
-            quantity="ratio",
-            other_at="1",
-            at_least=5.0,
-            late="this arm",
-        ),
-        Rule(
-            statement="after three times as many steps, ALiBi loses at most 1 % of perplexity at six times the "
-            "training length",
-            metric="perplexity",
-            arm="alibi-long",
-            at="6",
-            quantity="ratio",
-            other_at="1",
-            at_most=1.01,
-            late="this arm",
-        ),
+        _at_six(f"{LONGER}sinusoids are more than five times worse", "sinusoidal-long", at_least=5.0, late="this arm"),
+        _at_six(f"{LONGER}ALiBi loses at most 1 % of perplexity", "alibi-long", at_most=1.01, late="this arm"),
     ),
     reading="A curve that stays level or falls extrapolates. In longer blocks the average token has more context, so "
     "even a model that ignores distant tokens gains a little without overlap, and the first tokens of a block are "
