@@ -233,3 +233,23 @@ def test_a_page_names_the_commit_only_if_the_program_is_tracked(tmp_path, monkey
 def test_wrong_options_are_one_line_before_anything_is_measured(words, message, capsys):
     assert run(["bench", *(["gpt-tiny"] if "--all" not in words else []), *words]) in (1, 2)
     assert capsys.readouterr().err.strip() == f"error: {message}"
+
+
+def test_our_training_step_has_the_loss_of_the_trainer(monkeypatch):
+    """Its gradients are those of the cross-entropy of the next tokens."""
+    model, ids = mb.Transformer(mb.tiny("gpt2")), torch.randint(0, 61, (2, 9))
+    logits = model(ids[:, :-1])
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    expected = [weight.grad.clone() for weight in model.parameters()]
+    calls = []
+
+    class Loss(training.CrossEntropyLoss):
+        def __call__(self, *arguments):
+            calls.append(arguments)
+            return super().__call__(*arguments)
+
+    monkeypatch.setattr(training, "CrossEntropyLoss", Loss)
+    assert training.time_step(model, ids) > 0
+    assert len(calls) == 1
+    for weight, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import click
@@ -238,9 +240,12 @@ def test_account_of_a_folder_without_a_configuration_is_an_error(tmp_path, capsy
     assert f"{tmp_path} has no config.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("batch", "measured"), [(8, 5366), (32, 13290)])
-def test_account_prints_the_peak_of_training_on_one_gpu(batch, measured, capsys):
-    """The MiB that were allocated on an H200, see benchmarks/results/planned-memory.md."""
+@pytest.mark.parametrize("batch", [8, 32])
+def test_account_prints_the_peak_of_training_on_one_gpu(batch, capsys):
+    """It is that of a GPU, up to a tenth; benchmarks/planned_memory.py measured it."""
+    page = (Path(__file__).parents[2] / "benchmarks/results/planned-memory.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| gpt2, 124M \| {batch} × 1024 \|.*$", page.split("## One GPU\n")[1].split("##")[0], re.M)
+    measured = int(row.split("|")[4].replace(",", ""))
     arguments = ["account", "gpt2", "--batch", str(batch), "--length", "1024"]
     assert run([*arguments, "--json"]) == 0
     peak = json.loads(capsys.readouterr().out)["memory"]["peak"]

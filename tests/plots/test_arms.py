@@ -97,6 +97,15 @@ def test_a_logarithmic_plot_starts_at_its_floor_and_names_the_curves_below():
     assert list(axis.lines[1].get_ydata()) == [mean for mean, _ in STEEP], "the slope at the edge is the true one"
 
 
+def test_a_long_legend_is_beside_the_curves():
+    few, many = ([f"arm{number}" for number in range(count)] for count in (8, 9))
+    figure = draw_arm_curves("title", [curves(**dict.fromkeys(few, FLAT))])
+    assert legend(figure.axes[0]) == few
+    figure = draw_arm_curves("title", [curves(**dict.fromkeys(many, FLAT))])
+    assert figure.axes[0].get_legend() is None
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == many
+
+
 @pytest.mark.parametrize(
     ("arms", "options"),
     [
