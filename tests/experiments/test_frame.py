@@ -400,6 +400,16 @@ def test_a_page_names_what_a_call_changed():
     assert "The call changed" not in Report(EXPERIMENT, (plain,)).to_markdown()
 
 
+def test_a_page_names_the_settings_of_arms_that_others_change():
+    old, *others = EXPERIMENT.arms
+    shallow = replace(others[0], changes=("model.depth=1",))
+    experiment = replace(EXPERIMENT, arms=(old, shallow), changes=("model.depth=6", "train.steps=3"))
+    result = support.make_result("old", 1, {"loss": 1.0}, experiment.changes)
+    page = Report(experiment, (result,)).to_markdown()
+    assert "changes in all arms: `train.steps=3`. Changes in arms that do not set these keys: `model.depth=6`." in page
+    assert "that do not set" not in Report(replace(experiment, arms=(old,)), (result,)).to_markdown()
+
+
 def test_arms_that_are_left_empty_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="arms= names no arm; the arms are old, new, same"):
         plan_trials(EXPERIMENT, request_for(tmp_path, arms=""))

@@ -6,7 +6,7 @@ import pytest
 
 from monoblock.experiments.frame.pages import read_note
 from monoblock.experiments.frame.report import Report
-from monoblock.experiments.frame.results import read_results
+from monoblock.experiments.frame.results import SPEED_KEYS, read_results
 from monoblock.experiments.names import EXPERIMENTS
 from monoblock.experiments.table import load_experiment
 
@@ -19,3 +19,13 @@ def test_a_page_follows_from_its_lines(name):
     report = Report(load_experiment(name), tuple(results), read_note(page))
     written = report.to_markdown(f"{name}.png").splitlines()
     assert page.read_text(encoding="utf-8").splitlines() == written, f"compare {name} --table --write writes it again"
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_stored_results_have_the_settings_of_the_experiment(name):
+    experiment = load_experiment(name)
+    for result in read_results([RESULTS / f"{name}.jsonl"], name):
+        stored = dict(change.split("=", 1) for change in result.settings.get("changes", ()))
+        own = dict(change.split("=", 1) for change in (*experiment.changes, *experiment.arm(result.arm).changes))
+        changed = {key for key, value in own.items() if stored.get(key) != value} - {*SPEED_KEYS}
+        assert not stored or not changed, f"{result.arm}, seed {result.seed}"

@@ -67,6 +67,15 @@ def test_a_power_law_is_found():
 # -- panels of columns ------------------------------------------------------------------------------------------------
 
 
+def test_columns_are_drawn_before_the_curves():
+    curves = report(plotted=("parameters",))
+    results = [replace(one, metrics={**one.metrics, "curve": {"1": 2.0, "2": 1.0}}) for one in curves.results]
+    columns, panel = draw_report(Report(replace(curves.experiment, curves={"curve": "step"}), tuple(results))).axes
+    assert [container.lines[0].get_ydata()[0] for container in columns.containers] == list(SIZES.values())
+    assert panel.get_xlabel() == "step"
+    assert legend(panel) == list(SIZES)
+
+
 @pytest.mark.parametrize(
     ("plotted", "labels"), [((), ["loss"]), (("parameters", "loss"), ["parameters", "loss"]), (("loss",), ["loss"])]
 )

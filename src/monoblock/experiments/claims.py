@@ -48,12 +48,12 @@ SMALL_MODEL = "one small pre-norm model with warm-up, whose gradients have no sp
 FORECAST = "other trials used the GPU, and the LSTM was trained for longer than the Transformer"
 SHARED = "its times were measured while other trials used the GPU"
 CLAIMS = (
-    Claim("A, pre-norm; C, pre-norm", "pre-norm trains without warm-up", "norm-placement", (1, 5, 8)),
+    Claim("A, pre-norm; C, pre-norm", "pre-norm trains without warm-up", "norm-placement", (1, 5, 6)),
     Claim("A, debugging; B §10 and §14", "post-norm needs warm-up", "norm-placement", (0, 4)),
     Claim("A, pre-norm", "post-norm breaks past about 24 layers", "norm-placement", (3,)),
     Claim("A, pre-norm; E §8.5.3", "in post-norm the gradients of layers differ by depth", "norm-placement", (2,)),
     Claim("C, question 3", "0.9^24 = 0.08 of the gradient is left without residuals", "residuals", (0, 3)),
-    Claim("C, question 3; B §06", "without residuals gradients vanish", "residuals", (0, 1)),
+    Claim("C, question 3; B §06", "without residuals gradients vanish", "residuals", (0, 1, 5)),
     Claim("A, pre-norm; C, question 3; E §8.5.2", "residuals deliver gradients at full strength", "residuals", (2,)),
     Claim("B §06; D, residual connections", "deep networks without residuals do not train", "residuals", (4,)),
     Claim("A, five ingredients; E §8.1.3", "attention needs its other components", "components", tuple(range(8))),

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from monoblock.metrics.format import is_fraction
@@ -60,11 +61,7 @@ def draw_arm_points(title: str, panels: Mapping[str, Mapping[str, ArmValues]], *
     figure = create_figure((max(4.5, min(14.0, len(panels) * width)), 3.8))
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (y_label, values) in zip(axes, panels.items(), strict=True):
-        for place, value in enumerate(values.values()):
-            _draw_point(axis, place, value)
-        axis.set_xticks(range(len(values)), list(values), rotation=35, ha="right", fontsize=8)
-        axis.set_xlim(-0.5, len(values) - 0.5)
-        _format_y(axis, y_label, logarithmic)
+        _draw_points(axis, y_label, values, logarithmic=logarithmic)
     (axes[0].set_title if len(panels) == 1 else figure.suptitle)(title, fontsize=11)
     return figure
 
@@ -101,20 +98,39 @@ def fit_power_law(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return slope, math.exp(start)
 
 
+def _draw_points(axis: Any, y_label: str, values: Mapping[str, ArmValues], *, logarithmic: bool) -> None:
+    for place, value in enumerate(values.values()):
+        _draw_point(axis, place, value)
+    axis.set_xticks(range(len(values)), list(values), rotation=35, ha="right", fontsize=8)
+    axis.set_xlim(-0.5, len(values) - 0.5)
+    _format_y(axis, y_label, logarithmic)
+
+
 def _draw_point(axis: Any, x: float, value: ArmValues) -> None:
     mean, deviation = value
     axis.errorbar(x, mean, yerr=deviation or None, fmt="o", color=COLORS[0], capsize=4, markersize=6)
 
 
-def draw_arm_curves(title: str, panels: Sequence[ArmCurves], *, logarithmic: bool = False, floor: float = 0.0) -> Any:
+def draw_arm_curves(
+    title: str,
+    panels: Sequence[ArmCurves],
+    columns: Mapping[str, Mapping[str, ArmValues]] = MappingProxyType({}),
+    *,
+    logarithmic: bool = False,
+    floor: float = 0.0,
+) -> Any:
     """Draw a panel for each metric, with one curve for each arm and deviations as shaded bands.
 
+    columns: the values of the arms by metric, for panels of points before those of curves.
     floor: a logarithmic panel that has smaller values starts here, and the legend names the curves that fall below.
     """
-    shown = panels[:MAX_PANELS]
+    shown = panels[: MAX_PANELS - len(columns)]
     lowest = floor if logarithmic and floor > 0 else -math.inf
-    figure = create_figure((1.0 + 6.0 * len(shown), 4.2))
-    axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    figure = create_figure((1.0 + 6.0 * (len(columns) + len(shown)), 4.2))
+    all_axes = figure.subplots(1, len(columns) + len(shown), squeeze=False)[0]
+    for axis, (y_label, values) in zip(all_axes, columns.items(), strict=False):
+        _draw_points(axis, y_label, values, logarithmic=False)
+    axes = all_axes[len(columns) :]
     arms = list(dict.fromkeys(name for panel in shown for name in panel.curves))
     for axis, panel in zip(axes, shown, strict=True):
         _draw_curves(axis, panel, arms, logarithmic, lowest)

@@ -61,7 +61,7 @@ class Experiment:
     logarithmic: bool = False  # plot on a logarithmic scale
     floor: float = 0.0  # a logarithmic plot of curves that fall below this starts here
     guides: Mapping[str, float] = field(default_factory=dict)  # curves, and a factor per point that thin lines show
-    plotted: tuple[str, ...] = ()  # columns in the plot, a panel each, if there is no curve; (): the first one
+    plotted: tuple[str, ...] = ()  # columns in the plot, before its curves; (): the first one if there is no curve
     scatter: tuple[str, str] | None = None  # columns x and y of a plot with logarithmic axes and the line that fits
     recipe: str = ""  # the recipe of all arms without one of their own; "": nothing is trained
     changes: tuple[str, ...] = ()  # overrides of the recipe in all arms: the budget

@@ -1,7 +1,7 @@
 """Write the results of an experiment to files: a plot, and the page and the lines of benchmarks/results.
 
-The plot shows what the experiment declares: one column over another (`scatter`), or its first curves, or the columns
-`plotted` of all arms, of which the first column is the default.
+The plot shows what the experiment declares: one column over another (`scatter`), or the columns `plotted` of all arms
+and its first curves; without curves the default is the first column.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def draw_report(report: Report) -> Any:
         x, y = (_column(report, column) for column in experiment.scatter)
         return draw_arm_scatter(name, experiment.scatter, {arm: (x[arm][0], y[arm]) for arm in x if arm in y})
     panels = [panel for curve, x_label in experiment.curves.items() if (panel := _curves(report, curve, x_label))]
+    names = experiment.plotted or (() if panels else experiment.columns[:1])
+    columns = {column: _column(report, column) for column in names}
     if panels:
-        return draw_arm_curves(name, panels, logarithmic=logarithmic, floor=experiment.floor)
-    columns = {column: _column(report, column) for column in experiment.plotted or experiment.columns[:1]}
+        return draw_arm_curves(name, panels, columns, logarithmic=logarithmic, floor=experiment.floor)
     return draw_arm_points(name, columns, logarithmic=logarithmic)
 
 

@@ -170,11 +170,19 @@ class Report:
             "machines": self.machines,
             "recipe": settings.get("recipe"),
             "changes": [change for key, change in changes.items() if key not in set_by_arms | self._varying_keys()],
+            "defaults": self._defaults(set_by_arms - self._varying_keys()),
             "overrides": self._overrides(),
             "options": settings.get("options", {}),
             "smoke": bool(settings.get("smoke")),
             "stand_in": _stand_in(self.experiment, settings.get("changes", ())),
         }
+
+    def _defaults(self, keys: set[str]) -> list[str]:
+        """Return the changes of the experiment to these keys that hold for an arm of the page."""
+        own = {change.partition("=")[0]: change for change in self.experiment.changes}
+        arms = [self.experiment.arm(name) for name in self._measured]
+        set_by_arm = [{change.partition("=")[0] for change in arm.changes} for arm in arms]
+        return [change for key, change in own.items() if key in keys and any(key not in found for found in set_by_arm)]
 
     def _varying_keys(self) -> set[str]:
         """Return the keys of the recipe that change only the speed, and that differ between these trials."""
@@ -224,6 +232,8 @@ class Report:
         if recipe or about["changes"]:
             changes = " ".join(about["changes"]) or "none"
             sentences.append(f"Recipe `{recipe}`, changes in all arms: `{changes}`.")
+        if about["defaults"]:
+            sentences.append(f"Changes in arms that do not set these keys: `{' '.join(about['defaults'])}`.")
         if varying := sorted(self._varying_keys()):
             sentences.append(f"Trials differ in {', '.join(f'`{key}`' for key in varying)}.")
         if about["overrides"]:

@@ -1,4 +1,4 @@
-"""Gradients of a new model on random tokens, by layer."""
+"""Gradients by layer: of a new model on random tokens, and of a trained language model on text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from monoblock.config.inputs import EmbeddingConfig
 from monoblock.config.model import ModelConfig
 from monoblock.inspection.norms import StackNorms, gradient_norms
 from monoblock.nn.transformer import Transformer
+from monoblock.tasks.evaluation_report import EvaluationRequest, read_corpus
+from monoblock.tasks.language_modeling.data import iterate_windows, tokenize_corpus
+from monoblock.tasks.loaded_model import LoadedModel
 
-ROWS, LENGTH = 4, 64  # of the random tokens
+ROWS, LENGTH = 4, 64  # of the tokens; a text has rows of the model's context
 
 
 def initial_norms(config: ModelConfig, seed: int, device: str = "cpu") -> StackNorms:
@@ -24,3 +27,14 @@ def initial_norms(config: ModelConfig, seed: int, device: str = "cpu") -> StackN
     texts = 1 if config.encoder is None else 2
     ids = [torch.randint(config.input.vocab, (ROWS, length), device=device) for _ in range(texts)]
     return gradient_norms(model, *ids)[-1]
+
+
+def trained_norms(loaded: LoadedModel, request: EvaluationRequest) -> StackNorms:
+    """Return the norms of a trained language model on the first rows of the text of a request, in fp64."""
+    config = loaded.model.config
+    assert isinstance(config, ModelConfig)
+    tokens = tokenize_corpus(read_corpus(request, ("text", "tokens")), loaded.tokenizer)
+    ids = next(iterate_windows(tokens, config.context or LENGTH, ROWS)).inputs["source"]
+    model = Transformer(config)
+    model.load_state_dict(loaded.model.state_dict())
+    return gradient_norms(model.double().eval(), ids)[-1]

@@ -1,8 +1,8 @@
-"""Stacks of 24 layers with and without residual connections: gradients of a new model, and what training achieves.
+"""Stacks of 24 layers with and without residual connections: gradients before and after training, and perplexity.
 
 The arms whose names end in "-start" only measure a new model: the norm of the gradient of the hidden states after each
 layer, and the factor by which it changes from one layer to the one below. The textbook picture is a factor of 0.9 for
-each layer, 0.9^24 = 0.08 for 24.
+each layer, 0.9^24 = 0.08 for 24. The other arms also train the model and measure its gradients again, on text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Tri
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import evaluate_trial, train_and_load
 from monoblock.experiments.models.budgets import LANGUAGE_MODEL, TEXT_SMOKE, TEXT_STAND_IN
-from monoblock.experiments.models.gradients import initial_norms
+from monoblock.experiments.models.gradients import initial_norms, trained_norms
+from monoblock.tasks.evaluation_report import EvaluationRequest
 
 DEPTH, VOCAB, WIDTH, HEADS, LENGTH = 24, 512, 128, 4, 64
 
@@ -35,7 +36,10 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
         pipe, recipe, metrics = event
         config = pipe.model.config
         assert isinstance(config, ModelConfig)
-        yield {**metrics, **evaluate_trial(trial, pipe, recipe), **gradients(config, trial.seed)}
+        request = EvaluationRequest(data=recipe.data.corpus, folder=trial.data)
+        trained = _by_layer(trained_norms(pipe.loaded, request).weight_gradients)
+        after = {"trained_weight_gradient": trained, "first_trained_gradient": trained["1"]}
+        yield {**evaluate_trial(trial, pipe, recipe), **metrics, **gradients(config, trial.seed), **after}
 
 
 def gradients(config: ModelConfig, seed: int) -> Metrics:
@@ -45,11 +49,15 @@ def gradients(config: ModelConfig, seed: int) -> Metrics:
     ratio = states[0] / states[-1] if states[-1] else 0.0
     return {
         "gradient": {str(layer): value for layer, value in enumerate(states)},
-        "weight_gradient": {str(layer): value for layer, value in enumerate(norms.weight_gradients, 1)},
+        "weight_gradient": _by_layer(norms.weight_gradients),
         "first_weight_gradient": norms.weight_gradients[0],
         "first_to_last": ratio,
         "factor_per_layer": ratio ** (1 / depth),
     }
+
+
+def _by_layer(norms: list[float]) -> dict[str, float]:
+    return {str(layer): value for layer, value in enumerate(norms, 1)}
 
 
 def _start(name: str, about: str, residual: str, norm: str) -> Arm:
@@ -84,12 +92,15 @@ EXPERIMENT = Experiment(
     smoke=TEXT_SMOKE,
     seeds=(1, 2, 3, 4, 5),
     budget="24 pre-norm layers of width 128; the trained arms have 2,000 steps of 32 blocks of 256 words",
-    data="random tokens for the gradients; WikiText-2 by words for training, test split",
+    data="random tokens for the gradients of new models; WikiText-2 by words for training, test split",
     columns=(
-        *("first_to_last", "factor_per_layer", "first_weight_gradient", "perplexity", "validation_loss"),
-        *("training_loss", "parameters", "seconds_training"),
+        *("first_to_last", "factor_per_layer", "first_weight_gradient", "first_trained_gradient", "perplexity"),
+        *("validation_loss", "training_loss", "parameters", "seconds_training"),
     ),
-    curves={"gradient": "layer", "weight_gradient": "layer", "loss_by_step": "step"},
+    curves={
+        **dict.fromkeys(("gradient", "weight_gradient", "trained_weight_gradient"), "layer"),
+        "loss_by_step": "step",
+    },
     logarithmic=True,
     floor=1e-4,
     guides={"gradient": 0.9},
@@ -129,6 +140,16 @@ EXPERIMENT = Experiment(
             quantity="ratio",
             other="residual",
             at_least=1.5,
+        ),
+        Rule(
+            statement="after training without residuals, the gradient of the first layer is below a tenth of that with "
+            "residuals",
+            metric="first_trained_gradient",
+            arm="none",
+            quantity="ratio",
+            other="residual",
+            at_most=0.1,
+            late="the rule",
         ),
     ),
     reading="`first_to_last` is the gradient of the input of the first layer divided by that of the output of the "
