@@ -38,6 +38,7 @@ METRIC_LABELS = {
     "saved_bytes": "bytes saved for the backward pass",
     "test_perplexity": "perplexity, test split",
     "validation_perplexity": "perplexity, validation split",
+    "trained_weight_gradient": "norm of the gradient of the weights, after training",
     "weight_gradient": "norm of the gradient of the weights",
 }
 
