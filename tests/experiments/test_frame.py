@@ -241,6 +241,12 @@ def test_the_verdict_on_a_claim_follows_from_its_rules(verdicts, expected):
     assert claim.judge(verdicts) == expected
 
 
+def test_a_weak_experiment_does_not_contradict_a_claim():
+    claim = Claim("here", "it is so", "old", rules=(0,), can_contradict=False)
+    verdicts = ("confirmed", "contradicted", "inconclusive", "not measured")
+    assert [claim.judge([one]) for one in verdicts] == ["confirmed", "inconclusive", "inconclusive", "not measured"]
+
+
 def test_a_rule_may_have_two_bounds():
     values = {"at_least": 0.85, "at_most": 1.15}
     assert conclude([1.0, 1.01, 0.99], **values).verdict == "confirmed"

@@ -52,7 +52,8 @@ CLAIMS_INTRODUCTION = """## The claims
 
 The verdict on a claim follows from the rules in the last column. A claim is confirmed if all its rules are,
 contradicted if all are contradicted, and partly confirmed if some are confirmed and others contradicted; anything else
-is inconclusive. Some rules say the opposite of a claim: confirmed, they contradict it; contradicted, they say nothing.
+is inconclusive, and so is a claim that the experiment is too weak to contradict. Some rules say the opposite of a
+claim: confirmed, they contradict it; contradicted, they say nothing.
 Where a page has sections for several machines, the last one counts.
 """
 

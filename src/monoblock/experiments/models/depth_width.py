@@ -13,7 +13,7 @@ from monoblock.experiments.models.budgets import (
     TEXT_STAND_IN,
 )
 
-# Depth -> (width, heads): 12 · depth · width² is about 4.7 million, and heads have 32 features.
+# Depth -> (width, heads): 12 · depth · width² is 4.7 to 5.3 million, and heads have 32 features.
 SHAPES = {1: (640, 20), 2: (448, 14), 4: (320, 10), 6: (256, 8), 8: (224, 7), 12: (192, 6), 24: (128, 4)}
 
 
@@ -36,7 +36,7 @@ EXPERIMENT = Experiment(
     toy="text",
     smoke=TEXT_SMOKE,
     smoke_arms=("1x640", "24x128"),
-    budget=f"{LANGUAGE_MODEL_BUDGET}; about 4.7 million parameters in the blocks",
+    budget=f"{LANGUAGE_MODEL_BUDGET}; 4.7 to 5.3 million parameters in the blocks",
     data="WikiText-2 by 4,096 subwords, test split",
     columns=("loss", "perplexity", "validation_loss", "training_loss", "parameters", "seconds_training"),
     rules=(

@@ -254,6 +254,15 @@ EXPERIMENT = Experiment(
             is_exact=True,
             late="the lower bound",
         ),
+        Rule(
+            statement="the Transformer needs at least 3 % less time for the same number of tokens",
+            metric="seconds_training",
+            arm="transformer",
+            quantity="ratio",
+            other="lstm",
+            at_most=0.97,
+            late="the rule",
+        ),
     ),
     reading="A best rate at an end of its grid (see the rows of the search) means that a better one may lie beyond. "
     "`test_perplexity` is that of the best way to use each model: sliding windows for the Transformer, the "

@@ -119,7 +119,10 @@ EXPERIMENT = Experiment(
     smoke_options={"lengths": "2,4", "pairs": 60, "limit": 4},
     budget="4,000 steps of 128 pairs for every arm",
     data="100,000 random strings of 2 to 100 letters and their reversal; tested on 500 strings of each length",
-    columns=("accuracy", "neighbour_change", "validation_loss", "training_loss", "parameters", "seconds_training"),
+    columns=(
+        *("accuracy", "neighbour_change", "validation_loss", "training_loss", "skipped", "parameters"),
+        "seconds_training",
+    ),
     curves={"reversal_accuracy": "length", "loss_by_step": "step"},
     rules=(
         Rule(
@@ -153,7 +156,8 @@ EXPERIMENT = Experiment(
             at_most=0.02,
         ),
     ),
-    reading="An answer counts if every letter is right. The unit of `neighbour_change` is the standard deviation of "
+    reading="`skipped` is the number of updates that the trainer left out because the gradient was suddenly large. An "
+    "answer counts if every letter is right. The unit of `neighbour_change` is the standard deviation of "
     "the logits. A batch of training has strings of similar length and padding, and BatchNorm learns with the "
     "statistics of such batches; in evaluation it uses their running averages, which fit lengths in the middle at "
     "best. So it can have a low training loss and fail at every tested length.",

@@ -116,7 +116,7 @@ EXPERIMENT = Experiment(
     toy="pairs",
     smoke_options={"steps": 4, "samples": 40, "limit": 8},
     budget="1,000 samples and the steps of the recipe; 1,200 steps of pretraining come on top for the arm spans",
-    data="the task is to restore the vowels of verses of the King James Bible, the text of the pretraining",
+    data="the task is to restore the vowels of two words of the King James Bible, the text of the pretraining",
     columns=("chrf", "accuracy", "validation_loss", "training_loss"),
     rules=(
         Rule(

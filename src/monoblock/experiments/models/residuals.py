@@ -151,8 +151,18 @@ EXPERIMENT = Experiment(
             at_most=0.1,
             late="the rule",
         ),
+        Rule(
+            statement="in a new model with norms and without residuals, the gradient of the first layer is at least "
+            "ten times that with residuals",
+            metric="first_weight_gradient",
+            arm="none-start",
+            quantity="ratio",
+            other="residual-start",
+            at_least=10.0,
+            late="the rule",
+        ),
     ),
     reading="`first_to_last` is the gradient of the input of the first layer divided by that of the output of the "
-    "last. With residuals it can exceed 1, because every layer adds a path. Norms rescale the gradient "
-    "together with the activations, so the stacks without norms are measured beside them.",
+    "last, and `factor_per_layer` is its 24th root. With residuals they can exceed 1, because every layer adds a path. "
+    "Norms rescale the gradient together with the activations, so the stacks without norms are measured beside them.",
 )

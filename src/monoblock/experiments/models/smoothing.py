@@ -22,7 +22,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
 EXPERIMENT = Experiment(
     name="smoothing",
     claim="label smoothing of 0.1 hurts perplexity but improves BLEU",
-    source="B §10",
+    source="B §10 for BLEU; Vaswani et al. 2017, §5.4, for perplexity",
     arms=tuple(
         Arm(name=name, about=f"{name} of the target probability spread", changes=(f"train.label_smoothing={name}",))
         for name in ("0.0", "0.1", "0.2")
