@@ -7,22 +7,22 @@ import torch
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
-MIN_ROWS = 512  # on every device; each beam counts as one
+CPU_ROWS = 512  # each beam counts as one
 MAX_GPU_ROWS = 2560  # of a small model, the fastest measured on an H200 with 5 beams; fewer leave the GPU idle
-MEMORY_SHARE = 0.4  # of the free memory of the GPU, for the caches and logits of the additional rows
+MEMORY_SHARE = 0.4  # of the free memory of the GPU, for caches and logits
 
 
 def default_max_rows(model: Transformer | Recurrent, capacity: int) -> int:
     """Return how many sequences of at most `capacity` tokens to decode at the same time.
 
-    On a GPU these are as many as fit into its free memory, at most MAX_GPU_ROWS.
+    On a GPU these are as many as fit into its free memory, at least one and at most MAX_GPU_ROWS.
     """
     if model.device.type != "cuda" or not isinstance(model, Transformer):
-        return MIN_ROWS
+        return CPU_ROWS
     free, _ = torch.cuda.mem_get_info(model.device)
     free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
     fitting = int(MEMORY_SHARE * free / row_bytes(model, capacity))
-    return max(MIN_ROWS, min(MAX_GPU_ROWS, fitting))
+    return max(1, min(MAX_GPU_ROWS, fitting))
 
 
 def row_bytes(model: Transformer, capacity: int) -> int:
