@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from monoblock.config.families import gpt, vaswani
+from monoblock.data.batching.shards import TokenDataset
 from monoblock.errors import ConfigError
 from monoblock.experiments.costs.kv_cache import cache_bytes, count_positions
 from monoblock.experiments.costs.scale import jacobian_norm
@@ -19,6 +20,7 @@ from monoblock.experiments.models.gradients import initial_norms
 from monoblock.experiments.models.norms import neighbour_change
 from monoblock.experiments.models.scaling_law import fit_line, predict_last, summarize
 from monoblock.nn.transformer import Transformer
+from monoblock.tasks.language_modeling.data import unigram_loss
 
 
 def test_the_jacobian_norm_is_that_of_the_softmax():
@@ -139,3 +141,12 @@ def test_skipped_steps_do_not_move_the_points_of_a_curve(tmp_path):
     assert curve["3"] == 1.0
     assert curve["42"] == 41.5
     assert curve["61"] == 61.0
+
+
+def test_the_loss_of_frequencies_is_that_of_counted_words():
+    train, text = list("aabc"), list("acd")
+    ids = {word: index for index, word in enumerate("abcd")}
+    counts, total = {word: 1 + train.count(word) for word in ids}, len(train) + len(ids)
+    expected = sum(math.log(total / counts[word]) for word in text) / len(text)
+    tokens = [TokenDataset.from_documents([[ids[word] for word in words]], len(ids)) for words in (train, text)]
+    assert unigram_loss(*tokens) == pytest.approx(expected)

@@ -3,7 +3,8 @@
 Each arm is a language model trained on blocks of the same length. It is then evaluated on longer blocks without
 overlap, and on windows that move by half a training block, so that almost every token has a long context. Learned
 positions end at the training length. YaRN (Peng et al. 2023) scales the rotary frequencies of the trained model to the
-tested length, without further training.
+tested length, without further training. The arm "frequencies" is no model: its perplexity is that of the frequencies
+of words in the training text, which a model that cannot read beyond its training length may fall back to.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from monoblock.config.model import ModelConfig
 from monoblock.config.positions import Scaling
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.rules import Rule
-from monoblock.experiments.frame.training import train_and_load
+from monoblock.experiments.frame.training import train_and_load, trial_recipe
 from monoblock.experiments.models.budgets import LANGUAGE_MODEL, TEXT_SMOKE, TEXT_STAND_IN
+from monoblock.metrics.text import perplexity
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import Recipe
+from monoblock.runs.build_data import build_task_data
 from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.pipeline import Pipeline
-from monoblock.tasks.evaluation_report import EvaluationRequest
+from monoblock.tasks.evaluation_report import EvaluationRequest, read_corpus
+from monoblock.tasks.language_modeling.data import tokenize_corpus, unigram_loss
 from monoblock.tasks.loaded_model import LoadedModel
 
 MULTIPLES = (1, 2, 4, 6, 8, 16)  # of the training length
@@ -34,6 +38,9 @@ LONG = "train.steps=12000"  # of arms that show whether longer training changes 
 
 def measure(trial: Trial) -> Iterator[str | Metrics]:
     """Train a language model and evaluate it at every length, in blocks and in sliding windows."""
+    if trial.arm.values.get("frequencies"):
+        yield _measure_frequencies(trial)
+        return
     for event in train_and_load(trial, ("train.steps=3",) if trial.smoke else ()):
         if isinstance(event, str):
             yield event
@@ -45,6 +52,18 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
             blocks[str(multiple)] = _perplexity(loaded, recipe, trial, multiple, sliding=False)
             sliding[str(multiple)] = _perplexity(loaded, recipe, trial, multiple, sliding=True)
         yield {**metrics, "perplexity": blocks, "perplexity_sliding": sliding, "perplexity_1": blocks["1"]}
+
+
+def _measure_frequencies(trial: Trial) -> Metrics:
+    """Return the perplexity of the test split if every word has its frequency in the training split."""
+    recipe = trial_recipe(trial)
+    data = build_task_data(recipe, int(recipe.model["context"]), data_folder=trial.data)
+    assert data.tokenizer is not None
+    request = EvaluationRequest(data=recipe.data.corpus, folder=trial.data)
+    train, test = (tokenize_corpus(read_corpus(request, "text", split), data.tokenizer) for split in ("train", None))
+    found = perplexity(unigram_loss(train, test))
+    curve = {str(multiple): found for multiple in MULTIPLES}
+    return {"perplexity": curve, "perplexity_sliding": curve, "perplexity_1": found}
 
 
 def _scale_rotary(pipe: Pipeline, multiple: int) -> LoadedModel:
@@ -99,10 +118,11 @@ EXPERIMENT = Experiment(
         _arm("rotary-yarn", "rotary positions, scaled by YaRN to the tested length", "rotary", yarn=True),
         _arm("alibi", "a penalty on the score that is linear in the distance"),
         _arm("buckets", "a learned bias for each bucket of distances, as in T5"),
+        Arm(name="frequencies", about="no model: the frequencies of words in training", values={"frequencies": True}),
         _arm("sinusoidal-long", "sinusoids, three times as many steps", "sinusoid", SCALED, LONG),
         _arm("alibi-long", "ALiBi, three times as many steps", "alibi", LONG),
     ),
-    default_arms=("none", "sinusoidal", "learned", "rotary", "rotary-yarn", "alibi", "buckets"),
+    default_arms=("none", "sinusoidal", "learned", "rotary", "rotary-yarn", "alibi", "buckets", "frequencies"),
     measure=measure,
     recipe="wikitext2",
     changes=(*LANGUAGE_MODEL, "train.steps=4000", "train.eval_every=1000"),

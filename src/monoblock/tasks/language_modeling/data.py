@@ -134,15 +134,19 @@ def _check_contiguous(inputs: TaskInputs) -> None:
 
 
 def _baseline_losses(train: TokenDataset, validation: TokenDataset) -> dict[str, float]:
-    """Return the validation losses of a uniform distribution and of a unigram distribution, in nats per token.
+    """Return the validation losses of a uniform distribution and of a unigram distribution, in nats per token."""
+    return {"uniform": math.log(train.vocab), "unigram": unigram_loss(train, validation)}
 
-    The unigram probabilities are the token frequencies of the training data with add-one smoothing. Of large data, they
-    are counted in blocks at equal distances.
+
+def unigram_loss(train: TokenDataset, text: TokenDataset) -> float:
+    """Return the mean loss of a text, in nats per token, if every token has its frequency in the training data.
+
+    The frequencies have add-one smoothing. Of large data, they are counted in blocks at equal distances.
     """
     counts = 1 + _count_tokens(train)
-    losses = math.log(counts.sum()) - np.log(counts)  # the unigram loss of each token of the vocabulary
-    seen = _count_tokens(validation)
-    return {"uniform": math.log(train.vocab), "unigram": float((seen * losses).sum() / seen.sum())}
+    losses = math.log(counts.sum()) - np.log(counts)  # of each token of the vocabulary
+    seen = _count_tokens(text)
+    return float((seen * losses).sum() / seen.sum())
 
 
 def _count_tokens(tokens: TokenDataset) -> NDArray[np.int64]:
