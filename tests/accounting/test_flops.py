@@ -212,6 +212,46 @@ def test_a_windowed_cache_limits_the_keys_of_a_step():
     assert saved == 2 * 4 * 30 * sum(length - 5 for length in range(11, 30))
 
 
+PATTERNS = {
+    "full": {},
+    "prefix": {"mask": "prefix"},
+    "window": {"window": 5},
+    "window with global tokens": {"window": 5, "global_tokens": True},
+    "window with random blocks": {"window": 5, "random_blocks": 2, "block_size": 4},
+}
+
+
+class ReadTap:
+    """A tap that counts the elements of the keys and values that attention reads."""
+
+    def __init__(self):
+        self.elements = 0
+
+    def __call__(self, name, tensor):
+        if name.endswith(("attention.key", "attention.value")):
+            self.elements += tensor.numel()
+        return tensor
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", PATTERNS.values(), ids=list(PATTERNS))
+def test_steps_with_a_cache_have_the_flops_and_read_the_keys_that_the_model_does(changes):
+    config, prompt, new = vary(gpt(vocab=53, width=30, depth=2, heads=3, context=29), **changes), 7, 20
+    model, ids, tap = build_model(config, "cpu").eval(), torch.zeros(BATCH, prompt + new, dtype=torch.long), ReadTap()
+    cache = model.make_cache(BATCH, prompt + new, chunk=1)
+    flags = torch.arange(prompt).expand(BATCH, prompt) < 3 if model.decoder.uses_flags else None
+    model(ids[:, :prompt], cache=cache, flags=flags)
+    flops = 0
+    for length in range(prompt, prompt + new - 1):
+        cache.advance(prompt if length == prompt else 1)
+        flops += count_flops(partial(model, ids[:, length : length + 1], cache=cache, tap=tap))
+    costs, first = (account(config).decoding(prompt=prompt, new=n, batch=BATCH, dtype="fp32") for n in (new, 1))
+    assert costs.flops - first.flops == flops
+    weights = sum(p.numel() for p in model.decoder.parameters() if p.dim() == 2) + 53 * 30
+    written = BATCH * 2 * 2 * 30  # a key and a value in each of two blocks
+    assert costs.bytes_moved - first.bytes_moved == 4 * ((new - 1) * (weights + written) + tap.elements)
+
+
 def test_beams_repeat_every_step_but_the_first():
     costs = account("gpt2")
     greedy, beams = costs.decoding(prompt=50, new=100), costs.decoding(prompt=50, new=100, beams=5)

@@ -564,6 +564,53 @@ def test_local_and_global_blocks_cache_different_lengths():
     assert account(config).kv_cache_bytes(1, 8192) == bytes_per_position * 13 * (4096 + 8192)
 
 
+LOCAL = gpt(**SMALL, window=5)
+CACHED = {
+    "full": gpt(**SMALL),
+    "prefix": gpt(**SMALL, mask="prefix"),
+    "window": LOCAL,
+    "window of one": gpt(**SMALL, window=1),
+    "window longer than the text": gpt(**SMALL, window=40),
+    "window with global tokens": vary(LOCAL, global_tokens=True),
+    "window with random blocks": vary(LOCAL, random_blocks=2, block_size=4),
+    "window with both": vary(LOCAL, global_tokens=True, random_blocks=1, block_size=4),
+    "grouped heads and smaller values": llama(**SMALL, kv_heads=1, window=5, global_tokens=True, value_dim=7),
+    "one block with a window and one without": tiny("gemma2-2b"),
+    "encoder-decoder": t5(vocab=53, width=30, depth=2, heads=3, hidden=17),
+    "encoder-decoder with global tokens": vary(tiny("t5-small"), window=5, global_tokens=True),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [3, 23])
+@pytest.mark.parametrize("config", CACHED.values(), ids=list(CACHED))
+def test_a_cache_has_the_accounted_bytes(config, length):
+    """With chunk=1, so that the ring of a block with a window has no columns beyond the window."""
+    model, ids, source = Transformer(config).eval(), random_tokens(2, length, vocab=53), random_tokens(2, 13, vocab=53)
+    cache = model.make_cache(2, length, chunk=1)
+    is_encoder_decoder = config.family == "encoder-decoder"
+    for piece in ids.split([2, *[1] * (length - 2)], 1):
+        model(*((source, piece) if is_encoder_decoder else (piece,)), cache=cache)
+        cache.advance(piece.shape[1])
+    lengths = {"length": 13, "target_length": length} if is_encoder_decoder else {"length": length}
+    assert account(config).kv_cache_bytes(2, dtype="fp32", **lengths) == cache.nbytes
+
+
+@torch.no_grad()
+def test_the_ring_of_a_window_has_at_most_a_chunk_more_than_is_accounted():
+    model, per_token = Transformer(LOCAL).eval(), 4 * 2 * 2 * 30  # fp32, keys and values, blocks, width
+    cache = model.make_cache(1, 29, chunk=4)
+    model(random_tokens(1, 29, vocab=53), cache=cache)
+    assert cache.nbytes == account(LOCAL).kv_cache_bytes(1, 29, "fp32") + 3 * per_token
+
+
+@pytest.mark.parametrize("more", [{"global_tokens": True}, {"random_blocks": 2}])
+def test_tokens_seen_beyond_a_window_are_cached_as_without_a_window(more):
+    full, sparse = gpt(**SMALL), vary(LOCAL, **more)
+    assert account(sparse).kv_cache_bytes(2, 29) == account(full).kv_cache_bytes(2, 29)
+    assert account(sparse).decoding(prompt=7, new=20) == account(full).decoding(prompt=7, new=20)
+
+
 def test_an_encoder_decoder_caches_the_source_too():
     config = t5(vocab=53, width=30, depth=2, heads=3, head_dim=8, hidden=17)
     assert account(config).kv_cache_bytes(5, 13, "fp32", target_length=7) == 4 * 5 * 2 * (2 * 3 * 8) * (13 + 7)

@@ -11,6 +11,10 @@ Logits are computed for the last position only. An encoder runs once; without a 
 cross-attention are computed again in each step. The bytes moved are the matrices of decoder and head, which are read
 once per step for any number of rows, and the keys and values written and read. Of the experts, a step reads as many as
 its rows can be routed to.
+
+A step with a cache computes the scores of all cached keys, and masks those that it may not see. With a window, only the
+keys in it are cached (the spare columns of the ring are not counted). With global tokens or random blocks too, all keys
+are cached, and a step costs as much as one without a window.
 """
 
 from __future__ import annotations
@@ -73,7 +77,7 @@ class DecodingSetup:
         """Count the (query, key) pairs for which attention is computed.
 
         A prompt or a recomputed text of T tokens has T² pairs; a step with a cache has one query and at most `window`
-        keys.
+        keys (None: all so far).
         """
         end = self.prompt_length + self.new_tokens - 1
         if self.use_cache:
@@ -84,7 +88,10 @@ class DecodingSetup:
         return self.prompt_length**2 + self.num_beams * generated
 
     def keys_read(self, window: int | None) -> int:
-        """Count the keys read in all steps by all beams; as many values are read."""
+        """Count the keys read in all steps by all beams; as many values are read.
+
+        The first step reads the keys of the prompt; a step with a cache reads at most `window` keys (None: all so far).
+        """
         end = self.prompt_length + self.new_tokens - 1
         window = window or end if self.use_cache else end
         generated = count_visible_keys(end, window) - count_visible_keys(self.prompt_length, window)
@@ -115,7 +122,7 @@ def _attention_flops(block: BlockConfig, setup: DecodingSetup) -> int:
     """Count the FLOPs of self-attention without its projections; linear attention with a cache updates its sums."""
     attention, width = block.attention, block.width
     if attention.kind != "linear":
-        return setup.attention_pairs(attention.window) * pair_flops(attention, width)
+        return setup.attention_pairs(attention.cached_window) * pair_flops(attention, width)
     end = setup.prompt_length + setup.new_tokens - 1
     flops = linear_attention_flops(attention, width, setup.prompt_length)
     if setup.use_cache:
@@ -145,7 +152,7 @@ def _experts_read(block: BlockConfig, rows: int) -> int | None:
 
 def _block_cache_traffic(block: BlockConfig, setup: DecodingSetup, source: int) -> int:
     """Count the elements of keys and values that a block writes and reads for one sequence."""
-    positions = setup.positions + setup.keys_read(block.attention.window)
+    positions = setup.positions + setup.keys_read(block.attention.cached_window)
     elements = positions * kv_elements_per_position(block.attention, block.width)
     if block.attention.kind == "linear" and setup.use_cache:
         elements = 0  # see `_sums_moved`

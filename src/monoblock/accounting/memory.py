@@ -52,15 +52,16 @@ def kv_elements_per_position(attention: AttentionConfig, width: int) -> int:
 
 
 def kv_cache_elements(config: ModelConfig | RecurrentConfig, shape: BatchShape) -> int:
-    """Count the cached elements after `shape.target` tokens; a block with a window caches at most that many tokens.
+    """Count the cached elements after `shape.target` tokens.
 
-    Those of linear attention are counted by `linear_state_elements`.
+    A block with a window caches the tokens in it (`Cache` keeps up to chunk - 1 more, which are not counted), or all
+    tokens if it has global tokens or random blocks too.  Linear attention is counted by `linear_state_elements`.
     """
     if isinstance(config, RecurrentConfig) or config.decoder is None:
         return 0
     elements = 0
     for block, times in count_blocks(config.decoder).items():
-        positions = min(shape.target, block.attention.window or shape.target)
+        positions = min(shape.target, block.attention.cached_window or shape.target)
         positions = 0 if block.attention.kind == "linear" else positions
         elements += times * positions * kv_elements_per_position(block.attention, block.width)
         if block.cross:

@@ -51,8 +51,7 @@ def needs_plain_attention(attention: AttentionConfig) -> bool:
 
 def _has_mask_pattern(attention: AttentionConfig, length: int) -> bool:
     """Return whether the mask over `length` tokens is neither full nor causal."""
-    exceeds_window = attention.global_tokens or attention.random_blocks > 0
-    is_windowed = attention.window is not None and (length > attention.window or exceeds_window)
+    is_windowed = attention.window is not None and (length > attention.window or attention.sees_beyond_window)
     return is_windowed or attention.mask == "prefix"
 
 

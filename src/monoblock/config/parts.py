@@ -106,7 +106,7 @@ class AttentionConfig:
                 f"kept_heads={self.kept_heads} must be {self.heads} different indices below {self.num_unpruned_heads}, "
                 "the number of heads before pruning"
             )
-        if self.window is None and (self.global_tokens or self.random_blocks):
+        if self.window is None and self.sees_beyond_window:
             raise ConfigError("global_tokens and random_blocks reach beyond a window; write window=… too, or drop them")
         if self.window is not None and self.mask == "prefix":
             raise ConfigError(
@@ -142,6 +142,16 @@ class AttentionConfig:
     def num_unpruned_heads(self) -> int:
         """The number of heads before pruning."""
         return self.unpruned_heads if self.unpruned_heads is not None else self.heads
+
+    @property
+    def sees_beyond_window(self) -> bool:
+        """Whether global tokens or random blocks let tokens see others that are not in the window."""
+        return self.global_tokens or self.random_blocks > 0
+
+    @property
+    def cached_window(self) -> int | None:
+        """The number of last tokens whose keys a cache keeps; None: those of all tokens, which may be seen again."""
+        return None if self.sees_beyond_window else self.window
 
     def key_size(self, width: int) -> int:
         """Return K, the size of a query or key head."""

@@ -165,7 +165,7 @@ def declare(config: ModelConfig) -> Declared:
     reader = config.target or config.input
     learned = isinstance(getattr(reader, "positions", None), Learned)
     has_positions = getattr(reader, "positions", None) is not None or any(a.positions for a in attentions)
-    plain_windows = not any(b.attention.global_tokens or b.attention.random_blocks for b in blocks)
+    plain_windows = not any(block.attention.sees_beyond_window for block in blocks)
     return Declared(
         windows=tuple(block.attention.window for block in blocks) if plain_windows else None,
         scales=tuple({a.scale if a.scale is not None else a.key_size(config.width) ** -0.5 for a in attentions}),

@@ -6,7 +6,7 @@ be reordered (`select`) or copied (`fork`).  Padding is not stored: the length o
 
 What is stored depends on the attention of a block:
 
-    full      a column for every token up to the capacity
+    full      a column for every token up to the capacity; also of a window with global tokens or random blocks
     windowed  a ring of window + chunk - 1 columns: what a window still sees while `chunk` tokens are written
     linear    sums over the tokens, and a ring of the last `chunk` tokens (linear_state.py)
     cross     keys and values of the source, computed once
@@ -67,9 +67,9 @@ class Cache:
 
     def _layer_capacity(self, config: AttentionConfig, chunk: int) -> tuple[int, int | None]:
         """Return the number of columns a block needs, and its window if the columns form a ring, else None."""
-        sees_beyond_window = config.global_tokens or config.random_blocks
-        window = 1 if config.kind == "linear" else config.window  # earlier tokens are in the sums of linear attention
-        if window is None or sees_beyond_window or window + chunk - 1 >= self.capacity:
+        # Earlier tokens are in the sums of linear attention.
+        window = 1 if config.kind == "linear" else config.cached_window
+        if window is None or window + chunk - 1 >= self.capacity:
             return self.capacity, None
         return window + chunk - 1, window
 
