@@ -54,6 +54,15 @@ def test_a_strategy_divides_512_gpus(strategy, expected):
     assert expected.size == 512
 
 
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "divided"),
+    [("tp", 7, "heads and hidden sizes"), ("fsdp+tp", 7, "heads and hidden sizes"), ("pp", 13, "layers")],
+)
+def test_a_strategy_that_would_divide_nothing_is_refused(strategy, gpus, divided):
+    with pytest.raises(ConfigError, match=f"cannot divide the {divided} of this model .* gpus={gpus} fits"):
+        plan_ranks(GPT, strategy, gpus)
+
+
 def test_the_default_tensor_size_divides_heads_and_key_value_heads():
     assert plan_ranks(LLAMA, "tp", 16).tensor == 4  # four key/value heads
     assert plan_ranks(GPT, "tp", 16).tensor == 8

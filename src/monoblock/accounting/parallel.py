@@ -125,6 +125,12 @@ def plan_ranks(
         if sizes["pipeline"] > depth:
             raise ConfigError(f"pipeline={sizes['pipeline']} is more than the {depth} layers of this model")
     used = sizes["tensor"] * sizes["pipeline"]
+    if splits and used == 1 and gpus > 1 and tensor is None and pipeline is None:
+        divided = "heads and hidden sizes" if "tensor" in splits else "layers"
+        raise ConfigError(
+            f"strategy={strategy!r} cannot divide the {divided} of this model among GPUs of a node: no divisor of "
+            f"gpus={gpus} fits; write another number of GPUs, or strategy={'fsdp' if shards else 'ddp'}"
+        )
     if used < 1 or gpus % used:
         name = splits[0]
         raise ConfigError(f"{name}={sizes[name]} does not divide gpus={gpus}; write a divisor, or leave {name} out")
