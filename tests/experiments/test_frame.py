@@ -406,6 +406,24 @@ def test_a_page_names_what_a_call_changed():
     assert "The call changed" not in Report(EXPERIMENT, (plain,)).to_markdown()
 
 
+def test_a_page_names_what_a_call_changed_also_if_a_smoke_run_or_a_stand_in_would():
+    experiment = replace(support.STANDING_IN, changes=("train.steps=2000", "model.width=256"))
+    called = ["model.width=16", "train.steps=3", "tokenizer.kind=bpe"]
+    result = support.make_result("old", 1, {"loss": 1.0}, [*experiment.changes, *called])
+    assert sorted(Report(experiment, (result,)).about()["overrides"]) == sorted(called)
+    smoke = {"changes": [*experiment.changes, *experiment.smoke, "model.depth=3"], "smoke": True}
+    assert Report(experiment, (replace(result, settings=smoke),)).about()["overrides"] == ["model.depth=3"]
+    stand_in = {"changes": [*experiment.changes, *experiment.stand_in, "model.depth=3"], "smoke": False}
+    assert Report(experiment, (replace(result, settings=stand_in),)).about()["overrides"] == ["model.depth=3"]
+
+
+def test_a_page_names_what_a_call_changed_also_if_another_arm_would():
+    old, new, _ = EXPERIMENT.arms
+    experiment = replace(EXPERIMENT, arms=(old, replace(new, changes=("model.depth=1",))))
+    result = support.make_result("old", 1, {"loss": 1.0}, ["model.depth=1"])
+    assert Report(experiment, (result,)).about()["overrides"] == ["model.depth=1"]
+
+
 def test_a_page_names_the_settings_of_arms_that_others_change():
     old, *others = EXPERIMENT.arms
     shallow = replace(others[0], changes=("model.depth=1",))
@@ -427,6 +445,28 @@ def test_files_without_results_are_named(tmp_path):
     request = request_for(tmp_path, more=(other,))
     with pytest.raises(ConfigError, match="has no results of"):
         select_results(EXPERIMENT, plan_trials(EXPERIMENT, request), request)
+
+
+def test_a_corpus_that_stands_in_is_named_before_the_first_trial(tmp_path):
+    request, experiment = request_for(tmp_path, seeds="1", arms="old"), support.STANDING_IN
+    notice = "The corpus wikitext2 is not there"
+    messages = list(run_trials(experiment, plan_trials(experiment, request), request))
+    assert messages[0].startswith(notice)
+    assert messages[0].endswith("the packaged corpus kjv stands in for it")
+    assert not any(notice in message for message in messages[1:])
+    again = list(run_trials(experiment, plan_trials(experiment, request), request))
+    assert again == ["1 of 1 trials have results already"], "nothing is trained"
+    own = replace(request, overrides=("data.corpus=digits",))
+    assert not plan_trials(experiment, own)[0].stands_in, "the call names a corpus of its own"
+
+
+def test_a_finished_call_leaves_no_empty_folders(tmp_path):
+    run(tmp_path, seeds="1,2")
+    assert not list(tmp_path.glob("work-*"))
+    request = replace(request_for(tmp_path, seeds="3", arms="old"), keep=True)
+    (trial,) = plan_trials(EXPERIMENT, request)
+    list(run_trials(EXPERIMENT, [trial], request))
+    assert trial.run_folder.is_dir(), "what is to be kept stays"
 
 
 def test_results_with_a_stand_in_are_counted_if_they_are_left_out(tmp_path):

@@ -3,7 +3,10 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +93,41 @@ def test_jobs_that_run_are_not_waited_for_after_an_interrupt(tmp_path):
     while multiprocessing.active_children() and time.monotonic() < deadline:  # a thread of the pool collects them
         time.sleep(0.05)
     assert not multiprocessing.active_children()
+
+
+def beat(path):
+    """Show for half a minute that the process lives."""
+    yield "started"
+    for _ in range(300):
+        with path.open("a") as file:
+            file.write(".")
+        time.sleep(0.1)
+
+
+RUN_TWO = """
+import sys
+from pathlib import Path
+from test_jobs import Job, beat, run_jobs
+if __name__ == "__main__":
+    for message in run_jobs([Job(name, beat, (Path(sys.argv[1]) / name,)) for name in ("one", "two")], 2):
+        print(message, flush=True)
+"""
+
+
+def test_jobs_end_soon_after_their_main_process_is_killed(tmp_path):
+    script, beats = tmp_path / "run_two.py", [tmp_path / "one", tmp_path / "two"]
+    script.write_text(RUN_TWO)
+    for path in beats:
+        path.touch()
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    with subprocess.Popen([sys.executable, script, tmp_path], env=environment, stdout=subprocess.PIPE) as process:
+        assert [process.stdout.readline() for _ in beats] == [b"started\n"] * 2
+        process.kill()
+    deadline, sizes = time.monotonic() + 15, None
+    while sizes != (sizes := [path.stat().st_size for path in beats]) and time.monotonic() < deadline:
+        time.sleep(1)
+    assert time.monotonic() < deadline, "a job went on without its main process"
 
 
 def interrupt_twice(folder):

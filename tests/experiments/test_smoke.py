@@ -2,17 +2,22 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
+import experiment_support as support
 import pytest
 
 from monoblock.cli.main import run
 from monoblock.experiments.claims import CLAIMS
+from monoblock.experiments.frame.results import read_results, recipe_changes, trial_settings
 from monoblock.experiments.frame.runner import Request, plan_trials
+from monoblock.experiments.models import recurrence
 from monoblock.experiments.names import EXPERIMENTS
 from monoblock.experiments.table import load_experiment
 from monoblock.recipes.parse import parse_value
 from monoblock.runs.recipe import build_model_config, read_recipe
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 QUICK = ("scale", "attention-memory", "sparse", "tying")
 RECORDS = {name: load_experiment(name) for name in EXPERIMENTS}
 
@@ -94,6 +99,51 @@ def test_the_options_of_an_experiment_parse_as_they_are_written():
                 assert str(parse_value(field.default) if field.default else "") == field.default
 
 
+# -- another recipe ---------------------------------------------------------------------------------------------------
+
+PAIR_RECIPES = ("kjv-tasks", "kjv-web", "multi30k", "summarize-docstrings", "transliterate-multi", "vowels")
+
+
+def plan(name, folder, **values):
+    smoke = values.pop("smoke", False)
+    return plan_trials(RECORDS[name], Request(folder=folder, values=values, smoke=smoke))
+
+
+@pytest.mark.parametrize("name", ["recurrence", "backtranslation"])
+def test_the_budget_of_an_experiment_is_not_that_of_another_recipe(name, tmp_path, capsys):
+    recipe = "kjv-web"
+    trial, own = plan(name, tmp_path, recipe=recipe)[0], plan(name, tmp_path)[0]
+    assert recipe_changes(RECORDS[name], trial) == ()
+    assert recipe_changes(RECORDS[name], own) == RECORDS[name].changes
+    assert run(["compare", name, f"recipe={recipe}", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert f"Budget: that of the recipe {recipe}\nData: the corpus of the recipe {recipe}\n" in text
+
+
+def test_stored_results_of_recurrence_are_those_of_a_plain_call(tmp_path):
+    stored = read_results([RESULTS / "recurrence.jsonl"], "recurrence")
+    assert {json.dumps(result.settings) for result in stored} == {
+        json.dumps(trial_settings(RECORDS["recurrence"], trial)) for trial in plan("recurrence", tmp_path)
+    }
+
+
+@pytest.mark.parametrize("name", ["reverse", *PAIR_RECIPES])
+def test_a_smoke_run_of_recurrence_is_small_with_every_recipe(name, tmp_path):
+    trial = plan("recurrence", tmp_path, recipe=name, smoke=True)[0]
+    recipe = recurrence._recipe(trial)
+    assert (recipe.train.steps, recipe.train.workers, recipe.model["width"], recipe.model["depth"]) == (3, 0, 16, 1)
+    assert Path(recipe.data.corpus).is_relative_to(tmp_path), "a toy corpus"
+    assert not getattr(recipe.task, "tasks", ())
+
+
+def test_recurrence_runs_with_another_recipe(tmp_path, capsys):
+    pytest.importorskip("sacrebleu")
+    result = smoke("recurrence", tmp_path / "out", capsys, "recipe=vowels", "arms=transformer,lstm")
+    assert [row["tokens"] < 1000 for row in result["rows"]] == [True, True]
+    assert result["about"]["budget"] == "that of the recipe vowels"
+    assert result["about"]["changes"] == list(RECORDS["recurrence"].smoke)
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -113,6 +163,55 @@ def test_the_plan_is_printed_without_running(tmp_path, capsys):
     assert run(["compare", "scale", "--out", str(tmp_path / "file")]) == 2
     assert "is a file; name a folder" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_the_plan_names_seeds_and_changes_of_the_call(tmp_path, capsys):
+    call = ["compare", "heads", "train.steps=7", "seeds=4,5", "arms=1,8", "--dry-run"]
+    assert run(call) == 0
+    text = capsys.readouterr().out
+    assert "\nThis call sets, whatever the budget says: train.steps=7\n" in text
+    assert "\nSeeds: 4, 5; trials: 4\n" in text
+    assert run([*call, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["seeds"], found["overrides"]) == ([4, 5], ["train.steps=7"])
+    assert run(["compare", "recurrence", "lengths=3", "--dry-run"]) == 0
+    assert "lengths=3, pairs=100000" in capsys.readouterr().out
+
+
+def test_the_plan_names_the_corpus_that_stands_in(tmp_path, capsys):
+    call = ["compare", "tying", "--dry-run", "--data", str(tmp_path)]  # a folder without corpora
+    assert run(call) == 0
+    assert "\nThe corpus wikitext2 is not there" in capsys.readouterr().out
+    assert run([*call, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stand_in"] == "kjv"
+    assert run([*call, "--smoke", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stand_in"] is None, "a toy corpus is used anyway"
+
+
+@pytest.fixture
+def standing_in(monkeypatch, tmp_path):
+    """The words of a call of an experiment whose corpus is not there."""
+    monkeypatch.setattr("monoblock.experiments.table.load_experiment", lambda name: support.STANDING_IN)
+    (tmp_path / "data").mkdir()
+    return ["compare", "any", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+
+
+def test_a_call_names_the_corpus_that_stands_in(standing_in, capsys):
+    notice, sentence = "the packaged corpus kjv stands in for it", "the packaged corpus kjv stood in for it"
+    assert run([*standing_in, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[0].endswith(notice)
+    assert json.loads(shown.out)["about"]["stand_in"] == "kjv"
+    assert run([*standing_in, "--table"]) == 0
+    assert sentence in capsys.readouterr().out.splitlines()[0]
+
+
+def test_files_whose_results_have_other_settings_are_named(standing_in, tmp_path, capsys):
+    assert run([*standing_in, "seeds=1"]) == 0
+    file = (tmp_path / "out" / "results.jsonl").rename(tmp_path / "elsewhere.jsonl")
+    capsys.readouterr()
+    assert run([*standing_in, "offset=2.0", "--table", "--results", str(file)]) == 2
+    assert f"{tmp_path / 'out'} and {file} have no results of any with these options" in capsys.readouterr().err
 
 
 def test_a_page_is_written_on_request(tmp_path, capsys):

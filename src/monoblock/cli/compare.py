@@ -13,7 +13,7 @@ from monoblock.errors import ConfigError
 from monoblock.experiments.names import EXPERIMENTS
 
 if TYPE_CHECKING:
-    from monoblock.experiments.frame.experiment import Experiment
+    from monoblock.experiments.frame.experiment import Experiment, Trial
     from monoblock.experiments.frame.report import Report
     from monoblock.experiments.frame.runner import Request
 
@@ -47,7 +47,9 @@ file_type = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option(
     "--keep", is_flag=True, help="Keep the run folders of the arms, which are deleted after their evaluation."
 )
-@click.option("--dry-run", is_flag=True, help="Run nothing: print the claim, the arms, the budget and the rules.")
+@click.option(
+    "--dry-run", is_flag=True, help="Run nothing: print the claim, the budget, the seeds, the arms and the rules."
+)
 @json_option
 def command(
     experiment: str | None,
@@ -103,7 +105,8 @@ def command(
     report = Report(record, tuple(select_results(record, trials, request)), note)
     if not report.results:
         hint = "; leave out --table to run it" if table else ""
-        raise ConfigError(f"{folder} has no results of {experiment} with these options{hint}")
+        places, verb = " and ".join(map(str, (folder, *results))), "have" if results else "has"
+        raise ConfigError(f"{places} {verb} no results of {experiment} with these options{hint}")
     if hidden := count_hidden(record, trials, request):
         click.echo(f"{hidden} results with the packaged corpus are left out beside those with the real one", err=True)
     if write is not None:
@@ -130,36 +133,56 @@ def _split_overrides(words: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str,
 
 
 def _print_plan(record: Experiment, request: Request, as_json: bool) -> None:
-    from monoblock.experiments.frame.results import trial_settings
     from monoblock.experiments.frame.runner import plan_trials
+    from monoblock.experiments.frame.stand_in import describe_stand_in
 
     trials = plan_trials(record, request)
-    chosen = list(dict.fromkeys(trial.arm.name for trial in trials))
+    plan = _plan(record, trials)
     if as_json:
-        arms = [{"arm": arm.name, "about": arm.about, "changes": list(arm.changes)} for arm in record.arms]
-        settings = trial_settings(record, trials[0])
-        print_json(
-            {
-                "experiment": record.name,
-                "claim": record.claim,
-                "source": record.source,
-                "budget": record.budget,
-                "data": record.data,
-                "arms": [arm | {"chosen": arm["arm"] in chosen} for arm in arms],
-                "seeds": list(dict.fromkeys(trial.seed for trial in trials)),
-                "settings": settings,
-                "rules": [{"statement": rule.statement, "rule": rule.bound} for rule in record.rules],
-            }
-        )
+        print_json(plan)
         return
-    click.echo(f"Claim ({record.source}): {record.claim}\nBudget: {record.budget}\nData: {record.data}\n")
-    print_table(["arm", "what it is"], [[arm.name, arm.about] for arm in record.arms if arm.name in chosen])
-    left_out = [arm.name for arm in record.arms if arm.name not in chosen]
-    if left_out:
+    click.echo(f"Claim ({record.source}): {record.claim}\nBudget: {plan['budget']}\nData: {plan['data']}")
+    if notice := describe_stand_in(record, trials[0]):
+        click.echo(notice)
+    if request.smoke:
+        click.echo("This is a smoke run: a few steps on toy data, whatever the budget says")
+    if request.overrides:
+        click.echo(f"This call sets, whatever the budget says: {' '.join(request.overrides)}")
+    if options := [f"{key}={value}" for key, value in plan["settings"]["options"].items() if value not in ("", None)]:
+        click.echo(f"Options: {', '.join(options)}")
+    click.echo(f"Seeds: {', '.join(map(str, plan['seeds']))}; trials: {len(trials)}\n")
+    print_table(["arm", "what it is"], [[arm["arm"], arm["about"]] for arm in plan["arms"] if arm["chosen"]])
+    if left_out := [arm["arm"] for arm in plan["arms"] if not arm["chosen"]]:
         click.echo(f"\nMore arms, for arms=: {', '.join(left_out)}")
     click.echo("\nRules:")
     for rule in record.rules:
         click.echo(f"- {rule.statement}: {rule.bound}")
+
+
+def _plan(record: Experiment, trials: list[Trial]) -> dict[str, Any]:
+    """Return what a call would run, and by which rules it would be judged."""
+    from monoblock.experiments.frame.results import trial_settings
+    from monoblock.experiments.frame.stand_in import find_stand_in
+
+    first, chosen = trials[0], {trial.arm.name for trial in trials}
+    settings = trial_settings(record, first)
+    budget, data = record.budget_and_data(settings["options"])
+    return {
+        "experiment": record.name,
+        "claim": record.claim,
+        "source": record.source,
+        "budget": budget,
+        "data": data,
+        "stand_in": find_stand_in(record, settings["changes"]) if first.stands_in else None,
+        "overrides": list(first.overrides),
+        "arms": [
+            {"arm": arm.name, "about": arm.about, "changes": list(arm.changes), "chosen": arm.name in chosen}
+            for arm in record.arms
+        ],
+        "seeds": list(dict.fromkeys(trial.seed for trial in trials)),
+        "settings": settings,
+        "rules": [{"statement": rule.statement, "rule": rule.bound} for rule in record.rules],
+    }
 
 
 def _save_and_print(report: Report, folder: Path, as_json: bool) -> None:
@@ -178,6 +201,8 @@ def _save_and_print(report: Report, folder: Path, as_json: bool) -> None:
     if as_json:
         print_json(report.to_json())
     else:
+        if stand_in := report.about()["stand_in"]:
+            click.echo(f"The corpus of the recipe was not there; the packaged corpus {stand_in} stood in for it.\n")
         for one in report.by_machine():
             if len(report.by_machine()) > 1:
                 click.echo(f"\n{', '.join(one.machines)}")

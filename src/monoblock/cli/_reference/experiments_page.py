@@ -19,14 +19,15 @@ INTRODUCTION = """# Experiments
 The source documents make claims; each is one command away:
 ```bash
 monoblock compare residuals "arms=*-start"          # a table with deviations, a plot, a conclusion
-monoblock compare residuals --dry-run               # the claim, the arms, the budget and the rules, without running
+monoblock compare residuals --dry-run               # the claim, the budget, the seeds, the arms and the rules
 monoblock compare positions seeds=1,2,3 --jobs 7    # several arms at once, also on one GPU
 monoblock compare positions --smoke                 # everything for a few steps, to see that it runs
 ```
 An experiment trains or measures its *arms* with one budget, the same data in the same order and the same seeds. Which
 arms and seeds a call runs is said by `arms=NAME,NAME`, in which `*` stands for any text, and `seeds=1,2,3`; the table
 has all stored seeds of these arms. `section.key=value` changes the recipe of all arms. WikiText-2 and Multi30k are read
-from the folder `--data` or `$MONOBLOCK_DATA`; where they are absent, a packaged corpus stands in, and the page says so.
+from the folder `--data` or `$MONOBLOCK_DATA`; where they are absent, a packaged corpus stands in, as the call and the
+page say.
 
 **Results are lines of JSON.** Each finished arm and seed is a line of `results.jsonl` in the folder `--out` (by
 default `runs/compare-NAME`). What has a line is not run again, so a killed experiment continues. Lines of another

@@ -9,7 +9,7 @@ resuming, processes, tables, plots and conclusions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class Experiment:
     plotted: tuple[str, ...] = ()  # columns in the plot, before its curves; (): the first one if there is no curve
     scatter: tuple[str, str] | None = None  # columns x and y of a plot with logarithmic axes and the line that fits
     recipe: str = ""  # the recipe of all arms without one of their own; "": nothing is trained
-    changes: tuple[str, ...] = ()  # overrides of the recipe in all arms: the budget
+    changes: tuple[str, ...] = ()  # overrides of the recipe in all arms: the budget; not of another recipe=NAME
     stand_in: tuple[str, ...] = ()  # further overrides if the corpus of the recipe is not there
     smoke: tuple[str, ...] = ()  # further overrides of a smoke run, with which it takes seconds
     toy: ToyKind = ""  # the toy corpus that replaces the corpus of the recipe in a smoke run; "": none does
@@ -83,6 +83,19 @@ class Experiment:
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
+
+    def other_recipe(self, options: Mapping[str, Any]) -> str | None:
+        """Return the recipe that the option recipe= names, or None if it is the experiment's own or no option."""
+        own = next((option.default for option in fields(self.options) if option.name == "recipe"), None)
+        name = options.get("recipe", own)
+        return None if name == own else name
+
+    def budget_and_data(self, options: Mapping[str, Any]) -> tuple[str, str]:
+        """Return both in words; with another recipe they are those of that recipe."""
+        other = self.other_recipe(options)
+        if other is None:
+            return self.budget, self.data
+        return f"that of the recipe {other}", f"the corpus of the recipe {other}"
 
 
 @dataclass(frozen=True, kw_only=True)

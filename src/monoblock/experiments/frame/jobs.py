@@ -120,14 +120,26 @@ _messages: SimpleQueue[str] | None = None  # in a worker process, its progress m
 
 
 def _begin_process(processes: int, messages: SimpleQueue[str]) -> None:
-    """Give each process an equal share of the cores, and tell it where its messages go; the main process ends it."""
-    import torch
+    """Give each process an equal share of the cores, and tell it where its messages go.
 
+    The main process ends it after Ctrl-C; if the main process is killed, it ends by itself.
+    """
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    import torch
 
     global _messages
     _messages = messages
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+
+
+def _end_with_parent() -> None:
+    """Wait until the main process has ended, however it did, and end this one: the next call runs its job again."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run_job(job: Job) -> str | None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from monoblock.experiments.frame.experiment import Experiment
-from monoblock.experiments.frame.results import SPEED_KEYS, Result
+from monoblock.experiments.frame.results import CORPUS, SPEED_KEYS, Result, own_changes
 from monoblock.experiments.frame.rules import Conclusion
+from monoblock.experiments.frame.stand_in import find_stand_in
 from monoblock.metrics.format import format_metric
 
 MISSING = "–"
@@ -18,7 +19,6 @@ MAX_COLUMNS = 12  # of the table of a curve
 MAX_DECIMALS = 4  # of a number in the table
 MAX_RANGE = 100  # how much larger than the smallest mean of a column the largest may be, to have as many decimals
 SMOKE_VERDICT: dict[str, Any] = {"verdict": "inconclusive", "reason": "the numbers of a smoke run mean nothing"}
-CORPUS = "data.corpus="
 NOTE = "Note: "  # the beginning of the line of a page with the note
 
 
@@ -163,9 +163,10 @@ class Report:
         settings = self.results[0].settings if self.results else {}
         set_by_arms = {change.partition("=")[0] for arm in self.experiment.arms for change in arm.changes}
         changes = {change.partition("=")[0]: change for change in settings.get("changes", ())}  # the last one wins
+        budget, data = self.experiment.budget_and_data(settings.get("options", {}))
         return {
-            "budget": self.experiment.budget,
-            "data": self.experiment.data,
+            "budget": budget,
+            "data": data,
             "seeds": sorted({result.seed for result in self.results}),
             "machines": self.machines,
             "recipe": settings.get("recipe"),
@@ -174,7 +175,7 @@ class Report:
             "overrides": self._overrides(),
             "options": settings.get("options", {}),
             "smoke": bool(settings.get("smoke")),
-            "stand_in": _stand_in(self.experiment, settings.get("changes", ())),
+            "stand_in": find_stand_in(self.experiment, settings.get("changes", ())),
         }
 
     def _defaults(self, keys: set[str]) -> list[str]:
@@ -191,12 +192,16 @@ class Report:
 
     def _overrides(self) -> list[str]:
         """Return the changes to the recipe that are not the experiment's own but were asked for by a call."""
-        experiment = self.experiment
-        own = {*experiment.changes, *experiment.stand_in, *experiment.smoke}
-        own |= {change for arm in experiment.arms for change in arm.changes}
-        changes = self.results[0].settings.get("changes", ()) if self.results else ()
-        left_out = {CORPUS, *(f"{key}=" for key in SPEED_KEYS)}
-        return [change for change in changes if change not in own and not change.startswith(tuple(left_out))]
+        if not self.results:
+            return []
+        experiment, first = self.experiment, self.results[0]
+        settings, changes = first.settings, first.settings.get("changes", ())
+        arm = next((arm for arm in experiment.arms if arm.name == first.arm), None)
+        circumstances = {"smoke": bool(settings.get("smoke")), "stands_in": bool(find_stand_in(experiment, changes))}
+        own = _last_values(own_changes(experiment, arm, settings.get("options", {}), **circumstances))
+        left_out = {CORPUS.removesuffix("="), *SPEED_KEYS}
+        used = {key: value for key, value in _last_values(changes).items() if key not in left_out}
+        return [f"{key}={value}" for key, value in used.items() if own.get(key) != value]
 
     def to_markdown(self, picture: str | None = None) -> str:
         """Return the page of results: claim, tables, conclusion by the rules, and how it was measured."""
@@ -249,10 +254,9 @@ class Report:
         return sentences
 
 
-def _stand_in(experiment: Experiment, changes: Sequence[str]) -> str | None:
-    """Return the name of the corpus that stood in for that of the recipe, or None."""
-    corpora = [change for change in experiment.stand_in if change.startswith(CORPUS)]
-    return next((change.removeprefix(CORPUS) for change in corpora if change in changes), None)
+def _last_values(changes: Sequence[str]) -> dict[str, str]:
+    """Return the value of each key of the recipe; the last one wins."""
+    return {key: value for key, _, value in (change.partition("=") for change in changes)}
 
 
 def _spread(points: list[str], count: int) -> list[str]:

@@ -12,16 +12,17 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from monoblock.errors import FileError
-from monoblock.experiments.frame.experiment import Experiment, Metrics, Trial
+from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.toy_data import toy_path
 
 RESULTS_FILE = "results.jsonl"
+CORPUS = "data.corpus="
 # Keys of a recipe that change how long a trial takes: trials that differ in them are compared, and the page names the
 # keys. They change what is learned only by rounding, except that translation with train.compile=graphs has batches of
 # one shape, and otherwise batches of similar lengths.
@@ -81,12 +82,19 @@ def plain_options(options: Any) -> dict[str, Any]:
 
 def recipe_changes(experiment: Experiment, trial: Trial) -> tuple[str, ...]:
     """Return the overrides of the recipe of a trial, without the seed; later ones win."""
-    changes = [*experiment.changes]
-    changes += experiment.stand_in if trial.stands_in and not trial.smoke else ()
-    if trial.smoke:
-        changes += [f"data.corpus={toy_path(experiment.toy, trial.folder)}"] if experiment.toy else []
-        changes += experiment.smoke
-    return (*changes, *trial.arm.changes, *trial.overrides)
+    toy = [f"{CORPUS}{toy_path(experiment.toy, trial.folder)}"] if trial.smoke and experiment.toy else []
+    options = plain_options(trial.options)
+    own = own_changes(experiment, trial.arm, options, smoke=trial.smoke, stands_in=trial.stands_in)
+    return (*toy, *own, *trial.overrides)
+
+
+def own_changes(
+    experiment: Experiment, arm: Arm | None, options: Mapping[str, Any], *, smoke: bool, stands_in: bool
+) -> tuple[str, ...]:
+    """Return the overrides that an experiment and an arm make in every call with these options; later ones win."""
+    changes = experiment.changes if experiment.other_recipe(options) is None else ()
+    further = experiment.smoke if smoke else experiment.stand_in if stands_in else ()
+    return (*changes, *further, *(arm.changes if arm is not None else ()))
 
 
 def append_result(path: Path, result: Result) -> None:

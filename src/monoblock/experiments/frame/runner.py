@@ -6,8 +6,8 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from monoblock.config.schema import from_dict
-from monoblock.data.corpora.load import load_corpus
-from monoblock.errors import ConfigError, FileError, did_you_mean
+from monoblock.errors import ConfigError
 from monoblock.experiments.frame.experiment import Arm, Experiment, Trial
 from monoblock.experiments.frame.jobs import Job, run_jobs
+from monoblock.experiments.frame.options import parse_arms, parse_options, parse_seeds
 from monoblock.experiments.frame.results import (
     RESULTS_FILE,
     Result,
@@ -29,14 +28,13 @@ from monoblock.experiments.frame.results import (
     recipe_changes,
     trial_settings,
 )
+from monoblock.experiments.frame.stand_in import describe_stand_in, needs_stand_in
 from monoblock.experiments.frame.toy_data import write_toy_corpus
 from monoblock.experiments.table import load_experiment
 from monoblock.kernels.cpu.processor import processor_name
 from monoblock.metrics.format import format_metric
 from monoblock.runs.recipe import build_model_config, read_recipe
 from monoblock.training.runtime import check_device
-
-MAX_SEED = 2**63 - 1  # the largest that torch takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ def plan_trials(experiment: Experiment, request: Request) -> list[Trial]:
         keep=request.keep,
         more_results=request.more_results,
     )
-    base = replace(base, stands_in=_needs_stand_in(experiment, base))
+    base = replace(base, stands_in=needs_stand_in(experiment, base))
     base = replace(base, work_folder=request.folder / f"work-{_settings_digest(experiment, base)}")
     trials = [replace(base, arm=experiment.arm(name), seed=seed) for seed in seeds for name in arms]
     for trial in trials:
@@ -110,18 +108,6 @@ def _check_overrides(experiment: Experiment, trial: Trial) -> None:
         build_model_config(recipe, int(recipe.model.get("vocab", 8000)))
 
 
-def _needs_stand_in(experiment: Experiment, trial: Trial) -> bool:
-    """Return whether the corpus of the recipe is missing, so that another one stands in for it."""
-    if not experiment.recipe or not experiment.stand_in or trial.smoke:
-        return False
-    corpus = read_recipe(experiment.recipe, recipe_changes(experiment, trial)).data.corpus
-    try:
-        load_corpus(corpus, "valid", folder=trial.data)
-    except FileError:
-        return True
-    return False
-
-
 def run_trials(experiment: Experiment, trials: Sequence[Trial], request: Request) -> Iterator[str]:
     """Run the trials that have no result yet; yield progress messages."""
     for key, _, value in (word.partition("=") for word in request.overrides):
@@ -134,6 +120,8 @@ def run_trials(experiment: Experiment, trials: Sequence[Trial], request: Request
     waiting = [trial for trial in trials if _key(experiment, trial) not in done]
     if len(waiting) < len(trials):
         yield f"{len(trials) - len(waiting)} of {len(trials)} trials have results already"
+    if waiting and (notice := describe_stand_in(experiment, waiting[0])):
+        yield notice
     jobs: dict[str, Job] = {}
     for trial in waiting:
         needed = _needed_trials(experiment, trial)
@@ -147,7 +135,18 @@ def run_trials(experiment: Experiment, trials: Sequence[Trial], request: Request
     filtered = [
         job._replace(depends_on=tuple(name for name in job.depends_on if name in known)) for job in jobs.values()
     ]
-    yield from run_jobs(filtered, request.jobs)
+    try:
+        yield from run_jobs(filtered, request.jobs)
+    finally:
+        _remove_empty_folders(trials)
+
+
+def _remove_empty_folders(trials: Sequence[Trial]) -> None:
+    """Remove the folders of seeds and settings in which nothing was kept."""
+    for work_folder in {trial.work_folder for trial in trials}:
+        for folder in (*work_folder.glob("seed-*"), work_folder):
+            with suppress(OSError):  # it is not there, or not empty
+                folder.rmdir()
 
 
 def _job(trial: Trial, depends_on: tuple[str, ...] = ()) -> Job:
@@ -257,44 +256,3 @@ def machine_name() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return f"{processor_name()}, torch {torch.__version__}"
-
-
-# -- options ----------------------------------------------------------------------------------------------------------
-
-
-def parse_options(cls: type, values: Mapping[str, Any]) -> Any:
-    """Build the options of an experiment from key=value arguments; `cls` is its dataclass of options."""
-    known = [*cls.__dataclass_fields__, "seeds", "arms"]  # type: ignore[attr-defined]
-    for key in values:
-        if key not in known:
-            raise ConfigError(
-                f"this experiment has no option {key}=; it has {', '.join(known)}{did_you_mean(key, known)}"
-            )
-    try:
-        return from_dict(cls, dict(values))
-    except ConfigError as problem:
-        raise ConfigError(str(problem).removeprefix(f"{cls.__name__}.")) from None
-
-
-def parse_arms(words: str, known: Sequence[str]) -> list[str]:
-    """Parse a comma-separated list of arms, in which * stands for any text; keep the order of `known`."""
-    patterns = [word.strip() for word in words.split(",") if word.strip()]
-    if not patterns:
-        raise ConfigError(f"arms= names no arm; the arms are {', '.join(known)}, and arms=* is all of them")
-    for pattern in patterns:
-        if not any(fnmatchcase(arm, pattern) for arm in known):
-            raise ConfigError(
-                f"this experiment has no arm {pattern!r}; its arms are {', '.join(known)}{did_you_mean(pattern, known)}"
-            )
-    return [arm for arm in known if any(fnmatchcase(arm, pattern) for pattern in patterns)]
-
-
-def parse_seeds(words: str | int) -> list[int]:
-    """Parse a comma-separated list of seeds."""
-    try:
-        seeds = list(dict.fromkeys(int(word) for word in str(words).split(",")))
-    except ValueError:
-        raise ConfigError(f"seeds={words!r} is not a list of whole numbers; write seeds=1,2,3") from None
-    if not all(0 <= seed <= MAX_SEED for seed in seeds):
-        raise ConfigError(f"seeds={words!r} has a seed that is not between 0 and {MAX_SEED}")
-    return seeds

@@ -3,8 +3,8 @@
 All are trained on the same pairs, strings of letters and their reversal, for the same number of steps, and have about
 the same number of parameters: `matching_config` chooses the width of the LSTMs. They are tested on strings of each
 length. Without attention, the decoder sees the source only through one vector (Cho et al. 2014); with it, the decoder
-looks back at every letter (Bahdanau et al. 2015). With recipe=NAME, any other task on pairs is compared, without
-lengths.
+looks back at every letter (Bahdanau et al. 2015). With recipe=NAME, any other task on pairs is compared, with the
+budget of that recipe and without lengths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from monoblock.config.schema import check_at_least, check_types
 from monoblock.errors import ConfigError
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.jobs import Job
+from monoblock.experiments.frame.results import recipe_changes
 from monoblock.experiments.frame.rules import Rule
+from monoblock.experiments.frame.toy_data import toy_path, write_toy_corpus
 from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics
 from monoblock.experiments.models.reversal import (
     accuracy_by_length,
@@ -40,6 +42,7 @@ from monoblock.runs.recipe import read_recipe, task_of_recipe
 
 DEFAULT_RECIPE = "reverse"
 TRAIN_PAIRS = 100_000
+TOY_CONTEXT = 96  # for the pairs of a toy corpus, letter by letter and with a prefix
 TIMED_ROWS = 64  # sequences in the pass that is timed
 
 
@@ -75,8 +78,13 @@ def check(options: Options, overrides: tuple[str, ...]) -> None:
 
 def before(trial: Trial) -> tuple[Job, ...]:
     if trial.options.recipe != DEFAULT_RECIPE:
-        return ()
+        return (Job("pairs", _write_toy, (trial.folder,)),) if trial.smoke else ()
     return (Job("pairs", write_strings, (_pairs_folder(trial), trial.options.all_lengths, trial.options.pairs)),)
+
+
+def _write_toy(folder: Path) -> Iterator[str]:
+    write_toy_corpus("pairs", folder)
+    yield "pairs: a toy corpus"
 
 
 def _pairs_folder(trial: Trial) -> Path:
@@ -102,16 +110,24 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
 
 
 def _recipe(trial: Trial) -> Recipe:
-    longest = max(trial.options.all_lengths) + 4
-    changes: list[str] = []
-    if trial.options.recipe == DEFAULT_RECIPE:
-        changes = [f"data.corpus={_pairs_folder(trial) / 'corpus'}", f"model.context={longest}", *BUDGET]
-    changes += SMOKE if trial.smoke and trial.options.recipe == DEFAULT_RECIPE else ()
-    recipe = read_recipe(trial.options.recipe, [*changes, *trial.overrides, f"train.seed={trial.seed}"])
+    changes = [*_data_changes(trial), *recipe_changes(EXPERIMENT, trial)]
+    recipe = read_recipe(trial.options.recipe, [*changes, f"train.seed={trial.seed}"])
     if trial.arm.name == "transformer":
         return recipe
     section = _lstm_section(trial, recipe)
     return replace(recipe, model=section)
+
+
+def _data_changes(trial: Trial) -> list[str]:
+    """Return the overrides of the recipe for its corpus: the strings to reverse, or toy pairs for a smoke run."""
+    if trial.options.recipe == DEFAULT_RECIPE:
+        longest = max(trial.options.all_lengths) + 4
+        return [f"data.corpus={_pairs_folder(trial) / 'corpus'}", f"model.context={longest}"]
+    if not trial.smoke:
+        return []
+    has_tasks = read_recipe(trial.options.recipe).train.objective == "text_to_text"
+    one_task = ["text_to_text.tasks=[]"] if has_tasks else []  # further tasks have large corpora of their own
+    return [f"data.corpus={toy_path('pairs', trial.folder)}", f"model.context={TOY_CONTEXT}", *one_task]
 
 
 def _lstm_section(trial: Trial, recipe: Recipe) -> dict[str, Any]:
@@ -152,7 +168,9 @@ BUDGET = (
     *("train.warmup=200", "train.compile=no", "train.clip=1.0", "train.spike_threshold=0.0"),
 )
 SMOKE = (
-    *("model.width=16", "model.heads=2", "train.steps=3", "train.batch=4", "train.warmup=1", "train.eval_every=0"),
+    *("model.width=16", "model.heads=2", "model.depth=1", "model.hidden=32", "train.steps=3", "train.batch=4"),
+    *("train.warmup=1", "train.compile=no", "train.workers=0", "train.eval_every=0", "train.save_every=0"),
+    *("train.average_checkpoints=0", "generate.scored_rows=0", "generate.max_new_tokens=8"),
 )
 EXPERIMENT = Experiment(
     name="recurrence",
@@ -167,6 +185,7 @@ EXPERIMENT = Experiment(
     measure=measure,
     before=before,
     changes=BUDGET,
+    smoke=SMOKE,
     check=check,
     options=Options,
     smoke_options={"lengths": "2,4", "pairs": 60, "limit": 4},
