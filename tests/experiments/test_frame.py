@@ -424,6 +424,12 @@ def test_a_page_names_what_a_call_changed_also_if_another_arm_would():
     assert Report(experiment, (result,)).about()["overrides"] == ["model.depth=1"]
 
 
+def test_a_page_speaks_of_deviations_only_if_there_are_several_seeds():
+    first, second = (support.make_result("old", seed, {"loss": 1.0}) for seed in (1, 2))
+    assert " Seed 1. Machine" in Report(EXPERIMENT, (first,)).to_markdown()
+    assert " Seeds 1, 2; the deviation is that of the seeds" in Report(EXPERIMENT, (first, second)).to_markdown()
+
+
 def test_a_page_names_the_settings_of_arms_that_others_change():
     old, *others = EXPERIMENT.arms
     shallow = replace(others[0], changes=("model.depth=1",))

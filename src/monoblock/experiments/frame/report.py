@@ -247,7 +247,8 @@ class Report:
         if options:
             sentences.append(f"Options: {', '.join(options)}.")
         seeds = ", ".join(map(str, about["seeds"]))
-        sentences.append(f"Seeds {seeds}; the deviation is that of the seeds, also in the plot.")
+        several = f"Seeds {seeds}; the deviation is that of the seeds, also in the plot."
+        sentences.append(several if len(about["seeds"]) > 1 else f"Seed {seeds}.")
         sentences.append(f"Machine: {'; '.join(about['machines'])}.")
         if about["smoke"]:
             sentences.append("This was a smoke run: its numbers mean nothing.")
