@@ -16,11 +16,15 @@ from monoblock.experiments.costs.sparse import Options as SparseOptions
 from monoblock.experiments.costs.time_and_memory import saved_bytes
 from monoblock.experiments.frame.training import training_metrics
 from monoblock.experiments.models import backtranslation
-from monoblock.experiments.models.gradients import initial_norms
+from monoblock.experiments.models.gradients import ROWS, initial_norms, trained_norms
 from monoblock.experiments.models.norms import neighbour_change
+from monoblock.experiments.models.residuals import trained_gradients
 from monoblock.experiments.models.scaling_law import fit_line, predict_last, summarize
 from monoblock.nn.transformer import Transformer
+from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.language_modeling.data import unigram_loss
+from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tokenizers.tokenizer import Tokenizer
 
 
 def test_the_jacobian_norm_is_that_of_the_softmax():
@@ -114,6 +118,28 @@ def test_without_norms_and_residuals_no_gradient_arrives():
     sizes = {"vocab": 31, "width": 16, "depth": 12, "heads": 2, "context": 16, "norm": "none"}
     first = [initial_norms(gpt(**sizes, residual=kind), 1).weight_gradients[0] for kind in ("sequential", "none")]
     assert first[1] < 0.1 * first[0]
+
+
+def test_the_gradients_of_a_trained_model_are_those_of_its_weights_on_the_first_rows_of_the_text(tmp_path):
+    (tmp_path / "test.txt").write_text("abcab cabca bcabc\n" * 40)
+    tokenizer = Tokenizer.train("char", ["abc \n"], vocab_size=10)
+    model = Transformer(gpt(vocab=tokenizer.vocab_size, width=16, depth=2, heads=2, context=8))
+    for parameter in model.parameters():  # other weights than those of a new model
+        parameter.data.mul_(2.0)
+    request = EvaluationRequest(data=str(tmp_path / "test.txt"), split="all")
+    found = trained_norms(LoadedModel(model, tokenizer), request).weight_gradients
+
+    text = tokenizer.encode((tmp_path / "test.txt").read_text())
+    ids = torch.tensor(text[: ROWS * 8]).view(ROWS, 8)
+    model.double()
+    torch.nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    squares = [sum(float(p.grad.square().sum()) for p in block.parameters()) for block in model.decoder.blocks]
+    assert found == pytest.approx([square**0.5 for square in squares], rel=1e-4)
+
+
+def test_the_first_gradient_after_training_is_that_of_the_first_layer():
+    curve = {"1": 0.5, "2": 3.0}
+    assert trained_gradients([0.5, 3.0]) == {"trained_weight_gradient": curve, "first_trained_gradient": 0.5}
 
 
 def test_metrics_of_a_training_are_read_from_its_lines(tmp_path):

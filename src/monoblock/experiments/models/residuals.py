@@ -8,6 +8,7 @@ each layer, 0.9^24 = 0.08 for 24. The other arms also train the model and measur
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from monoblock.config.families import gpt
 from monoblock.config.knobs import vary
@@ -37,8 +38,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
         config = pipe.model.config
         assert isinstance(config, ModelConfig)
         request = EvaluationRequest(data=recipe.data.corpus, folder=trial.data)
-        trained = _by_layer(trained_norms(pipe.loaded, request).weight_gradients)
-        after = {"trained_weight_gradient": trained, "first_trained_gradient": trained["1"]}
+        after = trained_gradients(trained_norms(pipe.loaded, request).weight_gradients)
         yield {**evaluate_trial(trial, pipe, recipe), **metrics, **gradients(config, trial.seed), **after}
 
 
@@ -56,6 +56,11 @@ def gradients(config: ModelConfig, seed: int) -> Metrics:
     }
 
 
+def trained_gradients(norms: list[float]) -> Metrics:
+    """Return the gradient norms of the weights of a trained model, by layer, and that of the first layer."""
+    return {"trained_weight_gradient": _by_layer(norms), "first_trained_gradient": norms[0]}
+
+
 def _by_layer(norms: list[float]) -> dict[str, float]:
     return {str(layer): value for layer, value in enumerate(norms, 1)}
 
@@ -66,6 +71,11 @@ def _start(name: str, about: str, residual: str, norm: str) -> Arm:
 
 def _trained(name: str, about: str, residual: str) -> Arm:
     return Arm(name=name, about=f"{about}; trained", changes=(f"model.residual={residual}",))
+
+
+def _first_layer(statement: str, arm: str, other: str, *, metric: str = "first_weight_gradient", **bound: Any) -> Rule:
+    """Bound the gradient of the first layer of an arm, divided by that of another arm."""
+    return Rule(statement=statement, metric=metric, arm=arm, quantity="ratio", other=other, **bound)
 
 
 EXPERIMENT = Experiment(
@@ -105,20 +115,16 @@ EXPERIMENT = Experiment(
     floor=1e-4,
     guides={"gradient": 0.9},
     rules=(
-        Rule(
-            statement="without residuals the gradient of the first layer is below a tenth of that with residuals",
-            metric="first_weight_gradient",
-            arm="none-start",
-            quantity="ratio",
-            other="residual-start",
+        _first_layer(
+            "without residuals the gradient of the first layer is below a tenth of that with residuals",
+            "none-start",
+            "residual-start",
             at_most=0.1,
         ),
-        Rule(
-            statement="in a stack without norms, it is below a tenth of that with residuals",
-            metric="first_weight_gradient",
-            arm="bare-start",
-            quantity="ratio",
-            other="residual-bare-start",
+        _first_layer(
+            "in a stack without norms, it is below a tenth of that with residuals",
+            "bare-start",
+            "residual-bare-start",
             at_most=0.1,
         ),
         Rule(
@@ -141,23 +147,19 @@ EXPERIMENT = Experiment(
             other="residual",
             at_least=1.5,
         ),
-        Rule(
-            statement="after training without residuals, the gradient of the first layer is below a tenth of that with "
-            "residuals",
+        _first_layer(
+            "after training without residuals, the gradient of the first layer is below a tenth of that with residuals",
+            "none",
+            "residual",
             metric="first_trained_gradient",
-            arm="none",
-            quantity="ratio",
-            other="residual",
             at_most=0.1,
             late="the rule",
         ),
-        Rule(
-            statement="in a new model with norms and without residuals, the gradient of the first layer is at least "
-            "ten times that with residuals",
-            metric="first_weight_gradient",
-            arm="none-start",
-            quantity="ratio",
-            other="residual-start",
+        _first_layer(
+            "in a new model with norms and without residuals, the gradient of the first layer is at least ten times "
+            "that with residuals",
+            "none-start",
+            "residual-start",
             at_least=10.0,
             late="the rule",
         ),
