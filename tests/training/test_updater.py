@@ -9,17 +9,18 @@ import torch
 from monoblock.training.optimizer import build_optimizers
 from monoblock.training.updates.update_guard import UpdateGuard
 from monoblock.training.updates.updater import Update, Updater
+from monoblock.training.weight_averaging import ExponentialMovingAverage
 
 STEPS = 24
 SPIKES, NANS = {9, 15}, {4, 16}
 
 
-def build(can_wait: bool, kind: str = "adamw") -> tuple[torch.nn.Module, Updater]:
+def build(can_wait: bool, kind: str = "adamw", ema: float = 0.0) -> tuple[torch.nn.Module, Updater]:
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 5)
     guard = UpdateGuard(min_good_updates=5, patience=10)
-    optimizers = build_optimizers(model, kind)
-    return model, Updater(model, optimizers, guard, torch.amp.GradScaler("cpu", enabled=False), can_wait=can_wait)
+    parts = (model, build_optimizers(model, kind), guard, torch.amp.GradScaler("cpu", enabled=False))
+    return model, Updater(*parts, ExponentialMovingAverage(model, ema) if ema else None, can_wait=can_wait)
 
 
 def run_steps(model: torch.nn.Module, updater: Updater) -> list[tuple[int, float, float, bool]]:
@@ -37,9 +38,10 @@ def run_steps(model: torch.nn.Module, updater: Updater) -> list[tuple[int, float
     return [(f.update.step, f.loss, f.grad_norm, f.reason is not None) for f in finished]
 
 
+@pytest.mark.parametrize("ema", [0.0, 0.5])  # 0.5 is reached after eight good updates
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_deferred_updates_equal_immediate_ones(kind: str) -> None:
-    (model, updater), (expected_model, expected_updater) = build(True, kind), build(False, kind)
+def test_deferred_updates_equal_immediate_ones(kind: str, ema: float) -> None:
+    (model, updater), (expected_model, expected_updater) = build(True, kind, ema), build(False, kind, ema)
     assert updater.device_guard is not None
     assert expected_updater.device_guard is None
     steps, expected = run_steps(model, updater), run_steps(expected_model, expected_updater)
@@ -53,6 +55,11 @@ def test_deferred_updates_equal_immediate_ones(kind: str) -> None:
         assert state.keys() == expected_state.keys()
         assert all(torch.equal(state[name], expected_state[name]) for name in state if state[name] is not None)
     assert updater.guard.state_dict() == expected_updater.guard.state_dict()
+    if updater.average is not None and expected_updater.average is not None:
+        tensors, expected_tensors = updater.average.tensors, expected_updater.average.tensors
+        assert int(tensors["updates"]) == STEPS - len(SPIKES | NANS)
+        assert not torch.equal(tensors["weight"], model.weight)
+        assert all(torch.equal(tensors[name], expected_tensors[name]) for name in expected_tensors)
 
 
 def test_a_deferred_step_is_reported_with_the_next_one() -> None:

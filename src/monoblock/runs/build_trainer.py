@@ -13,6 +13,7 @@ from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.data.batching.loader import BatchLoader
 from monoblock.data.batching.plans import BatchIndices, batch_for_rank
 from monoblock.errors import ConfigError
+from monoblock.nn.kv_cache.lstm_state import CarriedState
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.strategy import Strategy
@@ -127,6 +128,7 @@ def build_loss(
         TOKEN_ACCURACY if task.head in ("language_model", "masked_lm") else "accuracy",
         sum_over_data=sum_over_data,
         over_positions=task.classes_are_positions,
+        carried=CarriedState(section.batch * section.accumulate),
     )
     return AdversarialLoss(loss, section.adversarial) if section.adversarial else loss
 

@@ -91,7 +91,7 @@ class CrossEntropyLoss:
 
     def evaluation_loss(self) -> CrossEntropyLoss:
         """Return the loss that evaluation reports, without label smoothing, load balancing and states of training."""
-        return replace(self, label_smoothing=0.0, balance=0.0, carried=CarriedState())
+        return replace(self, label_smoothing=0.0, balance=0.0, carried=CarriedState(self.carried.num_lanes))
 
     def __call__(
         self,

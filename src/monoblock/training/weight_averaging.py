@@ -36,6 +36,16 @@ class ExponentialMovingAverage:
             names = [name for name, weight in weights.items() if mesh_of(weight) == mesh]
             torch._foreach_lerp_([self.tensors[name] for name in names], [weights[name] for name in names], 1 - decay)
 
+    @torch.no_grad()
+    def update_if(self, is_good: Tensor, model: nn.Module) -> None:
+        """Do the same as `update` if `is_good`, a bool on the device of the weights, is true; a GPU does not wait."""
+        count = self.tensors["updates"] = self.tensors["updates"].to(is_good.device) + is_good
+        share = 1 - ((1 + count.double()) / (10 + count.double())).clamp(max=self.decay)
+        share = torch.where(is_good, share, 0)
+        weights = dict(_trainable_parameters(model))
+        shares = [share.to(weight.dtype) for weight in weights.values()]
+        torch._foreach_lerp_([self.tensors[name] for name in weights], list(weights.values()), shares)
+
     @contextmanager
     def average_parameters(self, model: nn.Module) -> Iterator[None]:
         """Give the model the averaged weights in the `with` block, and its own weights again afterwards."""

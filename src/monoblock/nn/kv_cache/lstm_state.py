@@ -37,14 +37,17 @@ class CarriedState:
     state is zero before block 0.  The state before the last block is kept too: a batch that is run again, as after an
     error for lack of memory, starts from the same state.  Gradients do not go back beyond a batch (truncated
     backpropagation through time).
+
+    num_lanes: how many lanes there are; if it is 0, they are counted in every batch, for which a GPU has to wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_lanes: int = 0) -> None:
+        self.num_lanes = num_lanes
         self.tensors: dict[str, Tensor] = {}  # before and after the last block (N, 2, L, D), and its number (N,)
 
     def start(self, lanes: Tensor, blocks: Tensor, depth: int, width: int, dtype: torch.dtype) -> LSTMState:
         """Return the state before a block of each row."""
-        self._make_room(int(lanes.max()) + 1, (2, depth, width), dtype, lanes.device)
+        self._make_room(self.num_lanes or int(lanes.max()) + 1, (2, depth, width), dtype, lanes.device)
         is_repeated = (self.tensors["block"][lanes] == blocks).view(-1, 1, 1, 1)
         before = torch.where(is_repeated, self.tensors["before"][lanes], self.tensors["after"][lanes])
         before = before.masked_fill((blocks == 0).view(-1, 1, 1, 1), 0)

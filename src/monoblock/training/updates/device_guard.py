@@ -30,8 +30,8 @@ class DeviceGuard:
         """Take mean and counter from the host again, before the next update."""
         self._mean = self._good = None
 
-    def apply_unless_bad(self, optimizers: Optimizers, loss: Tensor, grad_norm: Tensor) -> None:
-        """Run the optimizers, unless the guard rejects the update."""
+    def apply_unless_bad(self, optimizers: Optimizers, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Run the optimizers, unless the guard rejects the update; return whether they ran, a bool on the device."""
         guard, norm = self.guard, grad_norm.double()
         if self._mean is None or self._good is None:
             self._mean = torch.tensor(guard.mean, dtype=torch.float64, device=norm.device)
@@ -47,3 +47,4 @@ class DeviceGuard:
         good = self._good + 1
         mean = self._mean + (1 / good).clamp(min=guard.MIN_WEIGHT) * (norm - self._mean)
         self._good, self._mean = torch.where(is_good, good, self._good), torch.where(is_good, mean, self._mean)
+        return is_good

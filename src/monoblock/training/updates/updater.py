@@ -86,7 +86,7 @@ class Updater:
         can_wait: bool = False,
     ) -> None:
         self.model, self.optimizers, self.guard, self.scaler, self.average = model, optimizers, guard, scaler, average
-        is_deferred = can_wait and average is None and not scaler.is_enabled() and can_defer(optimizers)
+        is_deferred = can_wait and not scaler.is_enabled() and can_defer(optimizers)
         self.device_guard = DeviceGuard(guard) if is_deferred else None
         self.unread: Update | None = None  # the last step, if its loss is still on the device
         self.last_end = 0.0  # when the last step was reported
@@ -100,7 +100,9 @@ class Updater:
             return
         assert isinstance(update.loss, Tensor)
         assert isinstance(update.grad_norm, Tensor)
-        self.device_guard.apply_unless_bad(self.optimizers, update.loss, update.grad_norm)
+        is_good = self.device_guard.apply_unless_bad(self.optimizers, update.loss, update.grad_norm)
+        if self.average is not None:
+            self.average.update_if(is_good, self.model)
         self.optimizers.zero_grad()
         update.send_to_host()
         previous, self.unread = self.unread, update
