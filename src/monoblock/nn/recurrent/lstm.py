@@ -32,17 +32,17 @@ from typing import TYPE_CHECKING, Literal, Self, Unpack, cast, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, InputError
-from monoblock.kernels.cpu import onednn
 from monoblock.nn.initialize import initialize_lstm
 from monoblock.nn.inputs.check_lstm_inputs import check_ids, valid_lengths
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
 from monoblock.nn.kv_cache.lstm_state import EncoderMemory, LSTMState
 from monoblock.nn.modules.hooks import weight_if_plain
-from monoblock.nn.recurrent.dropout import VariationalDropout, drop_words, language_model_layers
+from monoblock.nn.recurrent.cuda_graph import TrainingGraphs
+from monoblock.nn.recurrent.dropout import DropoutLSTM, VariationalDropout, drop_words, language_model_layers
+from monoblock.nn.recurrent.run_lstm import run_lstm
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
 LSTMKind = Literal["language_model", "encoder_decoder"]
@@ -138,7 +138,7 @@ class Recurrent(nn.Module):
         self._check_batch(len(ids), state)
         lengths = valid_lengths("attention_mask", attention_mask, ids)
         x = self._embed("input", self.input, ids, tap)
-        x, state = _run_lstm(self.decoder, x, lengths, state)
+        x, state = run_lstm(self.decoder, x, lengths, state)
         return self._logits(x, tap), state
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None, *, tap: Tap | None = None) -> EncoderMemory:
@@ -148,7 +148,7 @@ class Recurrent(nn.Module):
         lengths = valid_lengths("source_mask", source_mask, source)
         assert self.encoder is not None
         x = self._embed("input", self.input, source, tap)
-        values, _ = _run_lstm(self.encoder, x, lengths, None)
+        values, _ = run_lstm(self.encoder, x, lengths, None)
         values = apply_tap(tap, "encoder.output", values)
         if not self.config.attention:
             D, rows = self.config.width, torch.arange(len(values), device=values.device)
@@ -244,6 +244,14 @@ class Recurrent(nn.Module):
         logits = F.linear(x, table, self.bias) if isinstance(table, Tensor) else table(x) + self.bias
         return apply_tap(tap, "head.logits", logits)
 
+    def use_cuda_graphs(self) -> None:
+        """Run the layers of a language model as CUDA graphs in training, for a trainer that makes one step at a time.
+
+        A forward pass stores its results where the last one did, so it must come after the backward pass of the last.
+        """
+        self._require_kind("language_model", "use_cuda_graphs")
+        cast(DropoutLSTM, self.decoder).graphs = TrainingGraphs()
+
     # -- generation and folders ---------------------------------------------------------------------------------------
 
     @overload
@@ -304,15 +312,3 @@ class Recurrent(nn.Module):
         shape = (self.config.depth, rows, self.config.width)
         if state is not None and state.hidden.shape != shape:
             raise InputError(f"state has shape {tuple(state.hidden.shape)}, but these ids need a state of {shape}")
-
-
-def _run_lstm(lstm: nn.Module, x: Tensor, lengths: Tensor | None, state: LSTMState | None) -> tuple[Tensor, LSTMState]:
-    """Run an LSTM over rows; return the outputs, 0 on padding, and the state after the last token of each row."""
-    with onednn.disabled_where_slow():
-        if lengths is None:
-            out, last = lstm(x, state)
-        else:
-            packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
-            out, last = lstm(packed, state)
-            out, _ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])
-    return out, LSTMState(*last)
