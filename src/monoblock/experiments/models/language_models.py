@@ -39,24 +39,41 @@ from monoblock.training.loss import CrossEntropyLoss
 GRIDS = {
     "transformer": ("5e-4", "1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2"),
     "lstm": ("5", "10", "20", "40", "80", "160"),
+    "lstm-batch32": ("5", "10", "20", "40", "80", "160"),
 }
 SEARCH_SHARE = 0.1  # of the steps
-RECIPES = {"transformer": "wikitext2", "lstm": "wikitext2-lstm"}
+RECIPES = {"transformer": "wikitext2", "lstm": "wikitext2-lstm", "lstm-batch32": "wikitext2-lstm"}
+BUDGETS = {"transformer": ("tokens", "time"), "lstm": ("tokens", "time"), "lstm-batch32": ("tokens",)}
 EXERCISE_RECIPES = {"transformer": "exercise-8-9", "lstm": "exercise-8-9-lstm"}
-ABOUT = {"transformer": "a Transformer with 12 layers of width 384", "lstm": "an LSTM with two layers of width 664"}
-# 65 million words each: 8,000 steps of 8 x 1,024, and 64,000 steps of 32 x 32.
-CHANGES = {
-    "transformer": ("train.steps=8000", "train.batch=8"),
-    "lstm": (
-        *("train.steps=64000", "train.batch=32", "model.context=32", "data.packing=contiguous"),
-        *("train.optimizer=sgd", "train.clip=0.25", "train.ema=0.999", "train.compile=graphs"),
-        *("train.weight_decay=3e-6", "train.embedding_weight_decay=3e-6"),  # multiplied by the learning rate
-        # Dropout as in Zaremba et al. (2014): everywhere but inside the recurrence. With their rate of 0.5 the LSTM
-        # overfits. With the dropout of AWD-LSTM (Merity et al. 2018: recurrent weights and words dropped too), the
-        # validation loss was higher in the first half.
+ABOUT = {
+    "transformer": "a Transformer with 12 layers of width 384",
+    "lstm": "an LSTM with two layers of width 664",
+    "lstm-batch32": "the same LSTM with batches half as large",
+}
+
+
+def _lstm_changes(steps: int, batch: int, weight_decay: str, *more: str) -> tuple[str, ...]:
+    """Return the settings of an LSTM; the weight decay is multiplied by the learning rate.
+
+    Dropout is as in Zaremba et al. (2014): everywhere but inside the recurrence. With their rate of 0.5 the LSTM
+    overfits. With the dropout of AWD-LSTM (Merity et al. 2018: recurrent weights and words dropped too), the validation
+    loss was higher in the first half.
+    """
+    return (
+        *(f"train.steps={steps}", f"train.batch={batch}", "model.context=32", "data.packing=contiguous"),
+        *("train.optimizer=sgd", "train.clip=0.25", "train.ema=0.999"),
+        *(f"train.weight_decay={weight_decay}", f"train.embedding_weight_decay={weight_decay}"),
         *("model.variational_dropout=false", "model.recurrent_dropout=0.0", "model.word_dropout=0.0"),
         *("model.embedding_dropout=0.6", "model.dropout=0.6", "model.head_dropout=0.6"),
-    ),
+        *more,
+    )
+
+
+# 65 million words each: 8,000 steps of 8 x 1,024, 32,000 steps of 64 x 32, and 64,000 steps of 32 x 32.
+CHANGES = {
+    "transformer": ("train.steps=8000", "train.batch=8"),
+    "lstm": _lstm_changes(32_000, 64, "5e-6"),
+    "lstm-batch32": _lstm_changes(64_000, 32, "3e-6", "train.compile=graphs"),
 }
 SMOKE = ("train.steps=20", "train.batch=4", "model.context=8")
 # What is measured for the arms of equal time: at least so many steps, and this share of the time; the first half warms
@@ -163,7 +180,7 @@ def _test(trial: Trial, pipe: Pipeline, recipe: Recipe) -> Metrics:
 
 def _arms() -> Iterator[Arm]:
     for model, recipe in RECIPES.items():
-        for budget in ("tokens", "time"):
+        for budget in BUDGETS[model]:
             yield Arm(
                 name=model if budget == "tokens" else f"{model}-time",
                 is_timed=budget == "time",
