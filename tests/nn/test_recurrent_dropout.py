@@ -15,7 +15,6 @@ import monoblock as mb
 from monoblock.config.schema import from_dict, to_dict
 from monoblock.interop.folder import read_config
 from monoblock.kernels.cpu import onednn
-from monoblock.nn.recurrent.cuda_graph import TrainingGraphs
 from monoblock.nn.recurrent.dropout import DropoutLSTM, VariationalDropout, drop_words
 from monoblock.runs.identity import _config_dict
 from monoblock.training.loss import CrossEntropyLoss
@@ -90,14 +89,13 @@ def test_in_evaluation_no_knob_changes_anything(fields):
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_the_default_is_nn_lstm_with_ordinary_dropout_bit_for_bit(rate):
     model, ids = build(torch.float32, dropout=rate).train(), random_ids()
-    reference = torch.nn.LSTM(D, D, L, batch_first=True, dropout=rate)
-    reference.load_state_dict(model.decoder.state_dict())
+    assert type(model.decoder) is torch.nn.LSTM
     torch.manual_seed(5)
     logits = model(ids)
     torch.manual_seed(5)
     x = F.dropout(model.input.weight[ids], rate)
     with onednn.disabled_where_slow():  # as in the model
-        x = F.dropout(reference(x)[0], rate)
+        x = F.dropout(model.decoder(x)[0], rate)
     assert torch.equal(logits, x @ model.input.weight.T + model.bias)
 
 
@@ -325,39 +323,3 @@ def test_an_encoder_decoder_takes_the_other_knobs(record_dropout):
     model = mb.Recurrent(replace(config, embedding_dropout=0.3, head_dropout=0.4)).train()
     model(random_ids(), random_ids()).sum().backward()
     assert {p for _, p, _ in record_dropout} == {0.1, 0.2, 0.3, 0.4}
-
-
-# -- CUDA graphs -----------------------------------------------------------------------------------------------------
-
-
-class FakeGraphs(TrainingGraphs):
-    """Graphs that are not recorded, since there is no GPU; counts the calls that would have been."""
-
-    calls = 0
-
-    def supports(self, inputs, weights):
-        return torch.is_grad_enabled() and all(weight.grad is None for weight in weights)
-
-    def run(self, function, inputs, weights):
-        self.calls += 1
-        return function(*inputs, *weights)
-
-
-def test_layers_of_a_graph_are_those_of_nn_lstm_and_have_its_gradients():
-    model, reference = layers().train(), torch.nn.LSTM(D, D, L, batch_first=True).double()
-    reference.load_state_dict(model.state_dict())
-    model.graphs, x, state = FakeGraphs(), random_input(), random_state()
-    for lstm in (model, reference):
-        out, last = lstm(x, state)
-        (out.sum() + last[0].sum() + last[1].square().sum()).backward()
-    assert_close(model(x, state)[0], reference(x, state)[0])
-    for weight, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert_close(weight.grad, expected.grad)
-    assert model.graphs.calls == 1, "the second call has gradients that a graph would overwrite"
-    model.eval()(x, state)
-    assert model.graphs.calls == 1, "evaluation needs no graph"
-
-
-def test_a_cpu_supports_no_graphs():
-    model = layers()
-    assert not TrainingGraphs().supports((random_input(), *random_state()), list(model.parameters()))

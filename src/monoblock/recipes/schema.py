@@ -148,8 +148,7 @@ class TrainSection:
     load_balancing: float = 0.01  # for models with experts: the weight of the load-balancing loss
     # "auto": bf16 on a GPU, fp32 on a CPU; "fp8": bf16 with matrix products in 8 bits (Ada, Hopper and newer GPUs)
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    # Whether to use torch.compile; "graphs": with CUDA graphs, in which the layers of an LSTM language model can run too
-    compile: Literal["auto", "yes", "no", "graphs"] = "auto"
+    compile: Literal["auto", "yes", "no", "graphs"] = "auto"  # whether to use torch.compile; "graphs": with CUDA graphs
     device: str = "auto"  # such as "cpu" or "cuda"; "auto": a GPU if there is one
     deterministic: bool = False  # use deterministic algorithms, which can be slower
     # Recompute activations in the backward pass to save memory; "selective": only those that are cheap to compute

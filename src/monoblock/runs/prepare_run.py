@@ -180,7 +180,6 @@ def _build_run(
 def _choose_runtime(section: TrainSection, model: Transformer | Recurrent, world: World) -> RuntimeConfig:
     """Choose device, precision and compilation; raise ConfigError if this machine or model cannot have them."""
     check_device(section.device)
-    is_lstm = isinstance(model, Recurrent) and model.config.kind == "language_model"
     runtime = choose_runtime(
         section.device,
         section.precision,
@@ -188,10 +187,7 @@ def _choose_runtime(section: TrainSection, model: Transformer | Recurrent, world
         deterministic=section.deterministic,
         steps=section.steps,
         no_compile_reason=_no_compile_reason(section, world),
-        records_graphs=is_lstm and world.size == 1,
     )
-    if isinstance(model, Recurrent) and runtime.compile_mode is not None and not runtime.compiled:
-        model.use_cuda_graphs()
     if runtime.fp8 and not any(has_fp8_layer(part) for part in model.modules() if isinstance(part, Stack)):
         raise ConfigError(
             f"train.precision=fp8 changes no layer of this model: it needs a Transformer with sizes that are multiples "

@@ -31,7 +31,7 @@ class RuntimeConfig:
     compiled: bool
     deterministic: bool
     decisions: tuple[DecisionEvent, ...]
-    compile_mode: str | None = None  # the mode of torch.compile, or of a model that records CUDA graphs itself
+    compile_mode: str | None = None  # the mode of torch.compile
     fp8: bool = False  # products of linear layers in 8 bits
 
     @contextlib.contextmanager
@@ -61,17 +61,15 @@ def choose_runtime(
     deterministic: bool = False,
     steps: int = 0,
     no_compile_reason: str | None = None,
-    records_graphs: bool = False,
 ) -> RuntimeConfig:
     """Choose the device, precision and compilation of a run; "auto" depends on this machine and the number of steps.
 
-    If `no_compile_reason` is given, the model is not compiled, for this reason. With `records_graphs`, the model can
-    run its own CUDA graphs, and is not compiled to graphs.
+    If `no_compile_reason` is given, the model is not compiled, for this reason.
     """
     chosen_device, device_decision = _choose_device(device)
     chosen_precision, precision_decision = _choose_precision(precision, chosen_device)
     compiled, compile_mode, compile_decision = _choose_compilation(
-        compile, chosen_device.type, steps, no_compile_reason, records_graphs
+        compile, chosen_device.type, steps, no_compile_reason
     )
     decisions = [device_decision, precision_decision, compile_decision]
     if chosen_device.type == "cpu" and chosen_precision == "fp32" and not compiled:
@@ -132,7 +130,7 @@ def _choose_precision(precision: str, device: torch.device) -> tuple[str, Decisi
 
 
 def _choose_compilation(
-    compile: str, device_type: str, steps: int, no_compile_reason: str | None, records_graphs: bool
+    compile: str, device_type: str, steps: int, no_compile_reason: str | None
 ) -> tuple[bool, str | None, DecisionEvent]:
     """Return whether to compile, the mode of torch.compile, and the event that explains it.
 
@@ -142,8 +140,6 @@ def _choose_compilation(
         raise ConfigError(f"compile={compile!r} is not one of {', '.join(COMPILE_CHOICES)}")
     if no_compile_reason is not None:
         return False, None, DecisionEvent("not compiled", no_compile_reason)
-    if compile == "graphs" and device_type == "cuda" and records_graphs:
-        return False, CUDA_GRAPHS_MODE, DecisionEvent("LSTM layers as CUDA graphs", REQUESTED)
     if compile == "graphs" and device_type == "cuda":
         return True, CUDA_GRAPHS_MODE, DecisionEvent("compiled to graphs", REQUESTED)
     if compile in ("yes", "no"):

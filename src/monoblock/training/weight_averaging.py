@@ -43,7 +43,8 @@ class ExponentialMovingAverage:
         share = 1 - ((1 + count.double()) / (10 + count.double())).clamp(max=self.decay)
         share = torch.where(is_good, share, 0)
         weights = dict(_trainable_parameters(model))
-        shares = [share.to(weight.dtype) for weight in weights.values()]
+        by_dtype = {dtype: share.to(dtype) for dtype in {weight.dtype for weight in weights.values()}}
+        shares = [by_dtype[weight.dtype] for weight in weights.values()]
         torch._foreach_lerp_([self.tensors[name] for name in weights], list(weights.values()), shares)
 
     @contextmanager

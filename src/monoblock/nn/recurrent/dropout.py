@@ -15,7 +15,6 @@ Legend: B batch, T tokens, D width, V vocabulary, L depth, N packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from monoblock.config.model import RecurrentConfig
 from monoblock.nn.embedding import draw_kept_words
-from monoblock.nn.recurrent.cuda_graph import TrainingGraphs
 
 
 class VariationalDropout(nn.Dropout):
@@ -46,21 +44,19 @@ def drop_words(x: Tensor, ids: Tensor, rate: float, vocab: int, *, by_type: bool
 
 
 class DropoutLSTM(nn.LSTM):
-    """An nn.LSTM that can drop recurrent weights, or the same features at all time steps, in training.
+    """An nn.LSTM that drops recurrent weights, or the same features at all time steps, in training.
 
-    It has the weights of nn.LSTM, and is nn.LSTM in evaluation and with ordinary dropout.  Otherwise its layers run one
-    after another, each as one call of torch.lstm, which uses cuDNN on a GPU.  `dropout` is the rate between the layers.
-    If `graphs` is set, they run as CUDA graphs where those support it.
+    It has the weights of nn.LSTM, and is nn.LSTM in evaluation.  In training its layers run one after another, each as
+    one call of torch.lstm, which uses cuDNN on a GPU.  `dropout` is the rate between the layers.
     """
 
     def __init__(self, width: int, depth: int, *, dropout: float, variational: bool, recurrent_dropout: float) -> None:
         super().__init__(width, width, depth, batch_first=True, dropout=dropout)
         self.variational, self.recurrent_dropout = variational, recurrent_dropout
-        self.graphs: TrainingGraphs | None = None
 
     def forward(self, x: Any, state: tuple[Tensor, Tensor] | None = None) -> Any:
         """Return the outputs, packed if the input (B, T, D) is, and the last state, two tensors (L, B, D)."""
-        if not self.training or not (self.variational or self.recurrent_dropout or self.graphs):
+        if not self.training:
             return super().forward(x, state)
         packed = x if isinstance(x, PackedSequence) else None
         data, batch_sizes = (x, None) if packed is None else (packed.data, packed.batch_sizes)
@@ -69,41 +65,29 @@ class DropoutLSTM(nn.LSTM):
             state = (data.new_zeros(self.num_layers, rows, self.hidden_size),) * 2
         elif packed is not None:
             state = self.permute_hidden(state, packed.sorted_indices)
-        weights = [weight for layer in self.all_weights for weight in layer]
-        if packed is not None:
-            data, *last = self._run_layers(data, *state, *weights, batch_sizes=batch_sizes)
-            return packed._replace(data=data), self.permute_hidden((last[0], last[1]), packed.unsorted_indices)
-        if self.graphs is not None and self.graphs.supports((data, *state), weights):
-            data, *last = self.graphs.run(self._run_layers, (data, *state), weights)
-        else:
-            data, *last = self._run_layers(data, *state, *weights)
-        return data, tuple(last)
-
-    def _run_layers(
-        self, data: Tensor, hidden: Tensor, cell: Tensor, *weights: Tensor, batch_sizes: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the outputs and the last states; `weights` are four of each layer in torch's order."""
         states = []
-        for layer, start in enumerate(zip(hidden, cell, strict=True)):
+        for layer, (hidden, cell) in enumerate(zip(*state, strict=True)):
             data = self._drop_features(data, batch_sizes) if layer else data
-            layer_weights = self._prepare_weights(weights[4 * layer : 4 * layer + 4])
-            data, *last = self._run_layer(layer_weights, data, batch_sizes, [tensor[None] for tensor in start])
+            data, *last = self._run_layer(layer, data, batch_sizes, [hidden[None], cell[None]])
             states.append(last)
         hidden, cell = (torch.cat(tensors) for tensors in zip(*states, strict=True))
-        return data, hidden, cell
+        if packed is None:
+            return data, (hidden, cell)
+        return packed._replace(data=data), self.permute_hidden((hidden, cell), packed.unsorted_indices)
 
-    @staticmethod
     def _run_layer(
-        weights: list[Tensor], data: Tensor, batch_sizes: Tensor | None, state: list[Tensor]
+        self, layer: int, data: Tensor, batch_sizes: Tensor | None, state: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
+        weights = self._layer_weights(layer)
         # with biases, one layer, dropout 0, in training, in one direction
         if batch_sizes is None:
             return torch.lstm(data, state, weights, True, 1, 0.0, True, False, True)
         return torch.lstm(data, batch_sizes, state, weights, True, 1, 0.0, True, False)
 
-    def _prepare_weights(self, layer: Sequence[Tensor]) -> list[Tensor]:
-        """Return the weights of a layer, with recurrent weights dropped."""
-        weights = list(layer)
+    def _layer_weights(self, layer: int) -> list[Tensor]:
+        """Return the weights of a layer in torch's order, with recurrent weights dropped."""
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        weights: list[Tensor] = [getattr(self, f"{name}_l{layer}") for name in names]
         weights[1] = F.dropout(weights[1], self.recurrent_dropout)
         if not weights[0].is_cuda:
             return weights
@@ -122,7 +106,9 @@ class DropoutLSTM(nn.LSTM):
         return data * F.dropout(torch.ones_like(data[: int(batch_sizes[0])]), self.dropout)[rows]
 
 
-def language_model_layers(config: RecurrentConfig, dropout: float) -> DropoutLSTM:
+def language_model_layers(config: RecurrentConfig, dropout: float) -> nn.LSTM:
     """Return the layers of a language model, with a rate of dropout between them."""
-    rates = {"dropout": dropout, "recurrent_dropout": config.recurrent_dropout}
-    return DropoutLSTM(config.width, config.depth, variational=config.variational_dropout, **rates)
+    D, L, is_variational, rate = config.width, config.depth, config.variational_dropout, config.recurrent_dropout
+    if not is_variational and not rate:
+        return nn.LSTM(D, D, L, batch_first=True, dropout=dropout)
+    return DropoutLSTM(D, L, dropout=dropout, variational=is_variational, recurrent_dropout=rate)

@@ -40,8 +40,7 @@ from monoblock.nn.inputs.check_lstm_inputs import check_ids, valid_lengths
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
 from monoblock.nn.kv_cache.lstm_state import EncoderMemory, LSTMState
 from monoblock.nn.modules.hooks import weight_if_plain
-from monoblock.nn.recurrent.cuda_graph import TrainingGraphs
-from monoblock.nn.recurrent.dropout import DropoutLSTM, VariationalDropout, drop_words, language_model_layers
+from monoblock.nn.recurrent.dropout import VariationalDropout, drop_words, language_model_layers
 from monoblock.nn.recurrent.run_lstm import run_lstm
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
@@ -243,14 +242,6 @@ class Recurrent(nn.Module):
         table = self._output_embedding.weight if self.output is None else weight_if_plain(self.output, nn.Linear)
         logits = F.linear(x, table, self.bias) if isinstance(table, Tensor) else table(x) + self.bias
         return apply_tap(tap, "head.logits", logits)
-
-    def use_cuda_graphs(self) -> None:
-        """Run the layers of a language model as CUDA graphs in training, for a trainer that makes one step at a time.
-
-        A forward pass stores its results where the last one did, so it must come after the backward pass of the last.
-        """
-        self._require_kind("language_model", "use_cuda_graphs")
-        cast(DropoutLSTM, self.decoder).graphs = TrainingGraphs()
 
     # -- generation and folders ---------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Run the layers of an LSTM over rows of different lengths, in a precision that training can use."""
+"""Run the layers of an LSTM over rows of different lengths, in the precision of its weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from monoblock.nn.kv_cache.lstm_state import LSTMState
 def run_lstm(lstm: nn.Module, x: Tensor, lengths: Tensor | None, state: LSTMState | None) -> tuple[Tensor, LSTMState]:
     """Run an LSTM over rows; return the outputs, 0 on padding, and the state after the last token of each row."""
     if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16:
-        # Autocast runs the LSTM of cuDNN in fp16 even so, where small gradients become 0 without loss scaling.
+        # Autocast would run the LSTM of cuDNN in fp16, where small gradients become 0 without loss scaling.
+        dtype = next(lstm.parameters()).dtype
+        start = None if state is None else LSTMState(*(tensor.to(dtype) for tensor in state))
         with torch.autocast("cuda", enabled=False):
-            return run_lstm(lstm, x.float(), lengths, state)
+            return run_lstm(lstm, x.to(dtype), lengths, start)
     with onednn.disabled_where_slow():
         if lengths is None:
             out, last = lstm(x, state)
