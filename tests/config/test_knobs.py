@@ -48,7 +48,7 @@ CASES = {
     "window": (GPT, 3, lambda c: block_configs(c)[0].attention.window),
     "global_tokens": (WINDOWED, True, lambda c: block_configs(c)[0].attention.global_tokens),
     "random_blocks": (WINDOWED, 2, lambda c: block_configs(c)[0].attention.random_blocks),
-    "block_size": (WINDOWED, 3, lambda c: block_configs(c)[0].attention.block_size),
+    "block_size": (vary(WINDOWED, random_blocks=2), 3, lambda c: block_configs(c)[0].attention.block_size),
     "qk_norm": (GPT, True, lambda c: block_configs(c)[0].attention.qk_norm is not None),
     "positions": (GPT, "rotary", lambda c: block_configs(c)[0].attention.positions.kind),
     "rotary_base": (LLAMA, 7.0, lambda c: block_configs(c)[0].attention.positions.base),
@@ -135,6 +135,31 @@ def test_knobs_of_one_call_are_applied_together():
     """Width 20 with 3 heads and width 12 with 5 are invalid, width 20 with 5 heads is valid."""
     varied = vary(GPT, width=20, heads=5)
     assert (varied.width, block_configs(varied)[0].attention.heads) == (20, 5)
+
+
+@pytest.mark.parametrize(
+    ("config", "knobs"),
+    [
+        (GPT, {"window": 3, "global_tokens": True, "random_blocks": 2, "block_size": 5}),
+        (vary(GPT, window=3, random_blocks=2), {"window": None, "random_blocks": 0}),
+        (vary(GPT, positions="alibi"), {"attention": "linear", "positions": "none"}),
+        (vary(GPT, window=3), {"attention": "linear", "window": None}),
+        (vary(GPT, attention="linear"), {"attention": "softmax", "scale": 0.5}),
+    ],
+)
+def test_knobs_that_need_each_other_have_any_order(config, knobs):
+    varied = vary(config, **knobs)
+    assert vary(config, **dict(reversed(knobs.items()))) == varied
+    assert {name: CASES[name][2](varied) for name in knobs if name != "positions"} == {
+        name: value for name, value in knobs.items() if name != "positions"
+    }
+    Transformer(varied)
+
+
+@pytest.mark.parametrize("config", [GPT, WINDOWED, T5])
+def test_the_size_of_random_blocks_needs_random_blocks(config):
+    with pytest.raises(ConfigError, match=r"block_size=5 changes nothing: .* write random_blocks=… too"):
+        vary(config, block_size=5)
 
 
 def test_a_regression_head_has_the_defaults_of_a_classifier_and_one_number():

@@ -2,7 +2,8 @@
 
 A knob is a short name for a field somewhere inside a ModelConfig; KNOBS maps it to the classes that have this field and
 the function that sets it. All knobs of a call are set in one pass, inner parts first, so that values that must agree
-(width and heads) are validated together. Family constructors, recipes and the command line use these names.
+(width and heads, window and random_blocks) are validated together, in any order. Family constructors, recipes and the
+command line use these names.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class SetSelfAttention:
     name: str
 
     def __call__(self, part: BlockConfig, values: FieldValues, value: Any) -> None:
-        values["attention"] = dataclasses.replace(values["attention"], **{self.name: value})
+        values["attention"][self.name] = value
 
 
 def _scale_hidden(block: BlockConfig, values: FieldValues) -> None:
@@ -124,7 +125,7 @@ def _set_input_positions(part: EmbeddingConfig | PatchConfig, values: FieldValue
 
 
 def _set_attention_positions(part: BlockConfig, values: FieldValues, positions: str) -> None:
-    values["attention"] = dataclasses.replace(values["attention"], positions=_look_up_positions(positions)[1])
+    values["attention"]["positions"] = _look_up_positions(positions)[1]
 
 
 def _check_bool(name: str, value: Any) -> None:
@@ -145,8 +146,7 @@ def _set_experts(part: FeedForwardConfig, values: FieldValues, count: int) -> No
 
 def _set_qk_norm(part: BlockConfig, values: FieldValues, enabled: bool) -> None:
     _check_bool("qk_norm", enabled)
-    norm = values["norm"] if enabled else None
-    values["attention"] = dataclasses.replace(values["attention"], qk_norm=norm)
+    values["attention"]["qk_norm"] = values["norm"] if enabled else None
 
 
 def _set_embedding_norm(part: ModelConfig, values: FieldValues, enabled: bool) -> None:
@@ -272,12 +272,22 @@ def _apply_knobs(config: ModelConfig, knobs: Mapping[str, Any]) -> ModelConfig:
         return _apply_knobs(_apply_knobs(config, earlier), later)
     applied: set[str] = set()
 
-    def edit(part: Any, values: FieldValues) -> None:
+    def set_knobs(part: Any, values: FieldValues) -> None:
         for name, value in knobs.items():
             for classes, set_value in KNOBS[name]:
                 if isinstance(part, classes):
                     set_value(part, values, value)
                     applied.add(name)
+
+    def edit(part: Any, values: FieldValues) -> None:
+        if isinstance(part, AttentionConfig):
+            return  # set with the knobs of its block, since these include more of its fields
+        attention = [name for name in ("attention", "cross") if isinstance(values.get(name), AttentionConfig)]
+        for name in attention:
+            values[name] = {f.name: getattr(values[name], f.name) for f in dataclasses.fields(AttentionConfig)}
+            set_knobs(getattr(part, name), values[name])
+        set_knobs(part, values)
+        values |= {name: AttentionConfig(**values[name]) for name in attention}
         if isinstance(part, BlockConfig) and "width" in knobs and "hidden" not in knobs:
             _scale_hidden(part, values)
 
@@ -287,4 +297,13 @@ def _apply_knobs(config: ModelConfig, knobs: Mapping[str, Any]) -> ModelConfig:
             raise ConfigError(
                 f"{name}={knobs[name]!r} changes nothing: no part of this {config.family} model has it; leave it out"
             )
+    if "block_size" in knobs and not any(_has_random_blocks(stack) for stack in varied.stacks.values()):
+        raise ConfigError(
+            f"block_size={knobs['block_size']!r} changes nothing: it is the size of random blocks, and this model has "
+            "none; write random_blocks=… too, or leave it out"
+        )
     return varied
+
+
+def _has_random_blocks(stack: StackConfig) -> bool:
+    return any(block.attention.random_blocks > 0 for repeat in stack.pattern for block in repeat.blocks)
