@@ -66,6 +66,13 @@ STANDING_IN = replace(
     smoke=("model.width=16", "train.steps=3"),
 )
 
+# Beside arms whose corpus is not there, the arm "old" trains nothing.
+MIXED = replace(
+    STANDING_IN,
+    name="experiment_support:MIXED",
+    arms=tuple(replace(arm, uses_recipe=arm.name != "old") for arm in EXPERIMENT.arms),
+)
+
 
 def make_result(arm, seed, metrics, changes=()):
     """Return the result of a trial of EXPERIMENT with these metrics."""

@@ -8,14 +8,14 @@ import pytest
 
 from monoblock.errors import ConfigError, FileError
 from monoblock.experiments.claims import Claim
-from monoblock.experiments.frame.pages import read_note, write_page
+from monoblock.experiments.frame.pages import draw_report, read_note, write_page
 from monoblock.experiments.frame.report import Report, format_mean
 from monoblock.experiments.frame.results import RESULTS_FILE, Result, read_results, trial_settings
 from monoblock.experiments.frame.rules import Rule, confidence_interval
 from monoblock.experiments.frame.runner import Request, count_hidden, plan_trials, run_trials, select_results
 from monoblock.experiments.table import load_experiment
 
-EXPERIMENT = support.EXPERIMENT
+EXPERIMENT, MIXED = support.EXPERIMENT, support.MIXED
 
 
 def request_for(folder, *, more=(), jobs=1, overrides=(), **values):
@@ -490,3 +490,62 @@ def test_results_with_a_stand_in_are_counted_if_they_are_left_out(tmp_path):
     path.write_text(f"{other.to_line()}\n{real.to_line()}\n")
     assert [result.metrics["loss"] for result in select_results(experiment, trials, request)] == [1.0]
     assert count_hidden(experiment, trials, request) == 1
+
+
+# -- arms that use no recipe ------------------------------------------------------------------------------------------
+
+
+def test_an_arm_that_reads_no_corpus_needs_no_stand_in(tmp_path):
+    request = request_for(tmp_path, arms="old", seeds="1")
+    trials = plan_trials(MIXED, request)
+    assert not any("stands in" in message for message in run_trials(MIXED, trials, request))
+    assert Report(MIXED, tuple(select_results(MIXED, trials, request))).about()["stand_in"] is None
+    request = request_for(tmp_path, arms="old,new", seeds="1")
+    trials = plan_trials(MIXED, request)
+    messages = list(run_trials(MIXED, trials, request))
+    assert messages[0] == "1 of 2 trials have results already", "its results hold for both corpora"
+    assert messages[1].endswith("the packaged corpus kjv stands in for it")
+    results = select_results(MIXED, trials, request)
+    assert {result.arm for result in results} == {"old", "new"}
+    assert count_hidden(MIXED, trials, request) == 0
+    assert Report(MIXED, tuple(results)).about()["stand_in"] == "kjv"
+
+
+def test_results_with_the_corpus_are_preferred_beside_an_arm_that_reads_none(tmp_path):
+    request = request_for(tmp_path, arms="old,new", seeds="1")
+    trials = plan_trials(MIXED, request)
+    list(run_trials(MIXED, trials, request))
+    real = next(result for result in select_results(MIXED, trials, request) if result.arm == "new")
+    changes = [change for change in real.settings["changes"] if change not in MIXED.stand_in]
+    real = replace(real, settings={**real.settings, "changes": changes}, metrics={"loss": 7.0})
+    with (tmp_path / RESULTS_FILE).open("a") as file:
+        file.write(real.to_line() + "\n")
+    losses = {result.arm: result.metrics["loss"] for result in select_results(MIXED, trials, request)}
+    assert losses == {"old": 3.0, "new": 7.0}
+    assert count_hidden(MIXED, trials, request) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.depth=4", "the arm old trains nothing, so it has no model.depth; leave it out, or leave out the arm"),
+        ("train.seed=4", "train.seed is the seed of a trial; write seeds=, as in seeds=4"),
+        ("train.lr=0.5", "train.lr is what .* chooses by itself; leave it out"),
+    ],
+)
+def test_an_override_without_effect_is_refused(tmp_path, override, message):
+    arms = "old" if "depth" in override else "new"
+    with pytest.raises(ConfigError, match=message):
+        plan_trials(
+            replace(MIXED, set_by_measure=("train.lr",)), request_for(tmp_path, arms=arms, overrides=(override,))
+        )
+
+
+def test_an_arm_that_cannot_be_compared_is_in_the_table_and_not_in_the_plot():
+    old, new, same = EXPERIMENT.arms
+    experiment = replace(EXPERIMENT, arms=(old, replace(new, is_plotted=False), same), curves={})
+    results = [support.make_result(arm.name, 1, {"loss": 1.0}) for arm in experiment.arms]
+    report = Report(experiment, tuple(results))
+    assert [row[0] for row in report.table()[1]] == ["old", "new", "same"]
+    (axes,) = draw_report(report).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["old", "same"]

@@ -123,7 +123,7 @@ def _split_overrides(words: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str,
     overrides = []
     for word in words:
         key, equals, text = word.partition("=")
-        if not equals:
+        if not equals or not key:
             raise ConfigError(f"{word!r} is not an option; write key=value, as in seeds=1,2,3")
         if "." in key:
             overrides.append(word)
@@ -142,7 +142,7 @@ def _print_plan(record: Experiment, request: Request, as_json: bool) -> None:
         print_json(plan)
         return
     click.echo(f"Claim ({record.source}): {record.claim}\nBudget: {plan['budget']}\nData: {plan['data']}")
-    if notice := describe_stand_in(record, trials[0]):
+    if notice := describe_stand_in(record, trials):
         click.echo(notice)
     if request.smoke:
         click.echo("This is a smoke run: a few steps on toy data, whatever the budget says")
@@ -164,7 +164,8 @@ def _plan(record: Experiment, trials: list[Trial]) -> dict[str, Any]:
     from monoblock.experiments.frame.results import trial_settings
     from monoblock.experiments.frame.stand_in import find_stand_in
 
-    first, chosen = trials[0], {trial.arm.name for trial in trials}
+    chosen = {trial.arm.name for trial in trials}
+    first = next((trial for trial in trials if trial.arm.uses_recipe), trials[0])
     settings = trial_settings(record, first)
     budget, data = record.budget_and_data(settings["options"])
     return {
@@ -211,6 +212,16 @@ def _save_and_print(report: Report, folder: Path, as_json: bool) -> None:
                     click.echo(f"\n{title}, by {report.experiment.curves[title]}")
                 print_table(columns, rows)
             click.echo()
-            for conclusion in one.conclusions():
-                click.echo(conclusion.sentence())
+            _print_conclusions(one)
     click.echo(f"Saved {folder / 'result.json'}{plot}", err=True)
+
+
+def _print_conclusions(report: Report) -> None:
+    """Print what the rules say; those of arms without results are only counted."""
+    conclusions = report.conclusions()
+    for conclusion in conclusions:
+        if conclusion.verdict != "not measured":
+            click.echo(conclusion.sentence())
+    if count := sum(conclusion.verdict == "not measured" for conclusion in conclusions):
+        rules, need = ("rule", "needs") if count == 1 else ("rules", "need")
+        click.echo(f"{count} more {rules} {need} other arms or seeds; --dry-run shows all rules.")

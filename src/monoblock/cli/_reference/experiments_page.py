@@ -41,8 +41,9 @@ do not mix `train.compile=graphs` with other values: with it a batch has pairs o
 metric of an arm, or its difference or ratio to another arm with the same seed, and a bound. If the 95 % confidence
 interval of the mean over the seeds lies on the right side of the bound, the rule is confirmed; if it lies on the
 other side, it is contradicted; otherwise the result is inconclusive. Fewer than three seeds are always inconclusive,
-unless the quantity does not vary with the seed; this minimum was set after most of the runs. A rule says what of it
-was added when there were results already.
+unless the quantity does not vary with the seed; this minimum was set after most of the runs. The interval is that of
+Student's t and symmetric, so for a ratio that varies much between few seeds it may begin below 0. A rule says what of
+it was added when there were results already.
 
 [adding.md](adding.md) shows how an experiment is written. This page is generated: what it says of a claim follows
 from the lines in `benchmarks/results`.

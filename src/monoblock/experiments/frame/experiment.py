@@ -31,6 +31,8 @@ class Arm:
     recipe: str | None = None  # a recipe instead of that of the experiment
     values: Mapping[str, Any] = field(default_factory=dict)  # what `measure` has to know of the arm
     is_timed: bool = False  # it trains for a given time, so that what changes the speed changes the result
+    uses_recipe: bool = True  # False: it trains nothing and reads no corpus, whatever the recipe of the experiment
+    is_plotted: bool = True  # False: its numbers cannot be compared with those of the other arms
 
 
 def selection(default: Any) -> Any:
@@ -65,6 +67,7 @@ class Experiment:
     scatter: tuple[str, str] | None = None  # columns x and y of a plot with logarithmic axes and the line that fits
     recipe: str = ""  # the recipe of all arms without one of their own; "": nothing is trained
     changes: tuple[str, ...] = ()  # overrides of the recipe in all arms: the budget; not of another recipe=NAME
+    set_by_measure: tuple[str, ...] = ()  # keys of the recipe that `measure` sets, so that a call cannot
     stand_in: tuple[str, ...] = ()  # further overrides if the corpus of the recipe is not there
     smoke: tuple[str, ...] = ()  # further overrides of a smoke run, with which it takes seconds
     toy: ToyKind = ""  # the toy corpus that replaces the corpus of the recipe in a smoke run; "": none does

@@ -18,7 +18,8 @@ def parse_options(cls: type, values: Mapping[str, Any]) -> Any:
     for key in values:
         if key not in known:
             raise ConfigError(
-                f"this experiment has no option {key}=; it has {', '.join(known)}{did_you_mean(key, known)}"
+                f"this experiment has no option {key}=; its options are {', '.join(f'{one}=' for one in known)}"
+                f"{did_you_mean(key, known)}"
             )
     try:
         return from_dict(cls, dict(values))

@@ -39,17 +39,22 @@ def draw_report(report: Report) -> Any:
     return draw_arm_points(name, columns, logarithmic=logarithmic)
 
 
+def _plotted_arms(report: Report) -> list[str]:
+    left_out = {arm.name for arm in report.experiment.arms if not arm.is_plotted}
+    return [arm for arm in report.arms if arm not in left_out]
+
+
 def _column(report: Report, column: str) -> dict[str, ArmValues]:
-    """Return a column of all arms that have it."""
-    return {arm: _summary(found) for arm in report.arms if (found := report.values(arm, column))}
+    """Return a column of all plotted arms that have it."""
+    return {arm: _summary(found) for arm in _plotted_arms(report) if (found := report.values(arm, column))}
 
 
 def _curves(report: Report, curve: str, x_label: str) -> ArmCurves | None:
-    """Return a curve of all arms that have it; None if no arm has."""
+    """Return a curve of all plotted arms that have it; None if no arm has."""
     points = report.points(curve)
     curves = {
         arm: [_summary(found) if (found := report.values(arm, curve, point)) else None for point in points]
-        for arm in report.arms
+        for arm in _plotted_arms(report)
     }
     drawn = {arm: values for arm, values in curves.items() if any(values)}
     return ArmCurves(x_label, curve, points, drawn, report.experiment.guides.get(curve)) if drawn else None

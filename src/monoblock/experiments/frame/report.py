@@ -158,9 +158,15 @@ class Report:
             "about": self.about(),
         }
 
+    @property
+    def _first(self) -> Result | None:
+        """The first result of an arm that uses the recipe, if there is one, whose settings are those of the page."""
+        uses_recipe = {arm.name: arm.uses_recipe for arm in self.experiment.arms}
+        return max(self.results, key=lambda result: uses_recipe.get(result.arm, False), default=None)
+
     def about(self) -> dict[str, Any]:
         """Return what was measured where: budget, data, seeds, machines and settings."""
-        settings = self.results[0].settings if self.results else {}
+        settings = self._first.settings if self._first is not None else {}
         set_by_arms = {change.partition("=")[0] for arm in self.experiment.arms for change in arm.changes}
         changes = {change.partition("=")[0]: change for change in settings.get("changes", ())}  # the last one wins
         budget, data = self.experiment.budget_and_data(settings.get("options", {}))
@@ -192,9 +198,9 @@ class Report:
 
     def _overrides(self) -> list[str]:
         """Return the changes to the recipe that are not the experiment's own but were asked for by a call."""
-        if not self.results:
+        experiment, first = self.experiment, self._first
+        if first is None:
             return []
-        experiment, first = self.experiment, self.results[0]
         settings, changes = first.settings, first.settings.get("changes", ())
         arm = next((arm for arm in experiment.arms if arm.name == first.arm), None)
         circumstances = {"smoke": bool(settings.get("smoke")), "stands_in": bool(find_stand_in(experiment, changes))}

@@ -77,7 +77,9 @@ def plan_trials(experiment: Experiment, request: Request) -> list[Trial]:
     )
     base = replace(base, stands_in=needs_stand_in(experiment, base))
     base = replace(base, work_folder=request.folder / f"work-{_settings_digest(experiment, base)}")
-    trials = [replace(base, arm=experiment.arm(name), seed=seed) for seed in seeds for name in arms]
+    trials = [
+        _with_stand_in(replace(base, arm=experiment.arm(name)), base.stands_in, seed) for seed in seeds for name in arms
+    ]
     for trial in trials:
         _check_overrides(experiment, trial)
     return trials
@@ -93,16 +95,24 @@ def _settings_digest(experiment: Experiment, trial: Trial) -> str:
 def _check_overrides(experiment: Experiment, trial: Trial) -> None:
     """Raise ConfigError for an override that the recipe does not have, or of what makes an arm different."""
     name = trial.arm.recipe or experiment.recipe or str(getattr(trial.options, "recipe", ""))
-    if trial.overrides and not name:
+    keys = [word.partition("=")[0] for word in trial.overrides]
+    if keys and not name:
+        raise ConfigError(f"{experiment.name} trains nothing, so it has no {keys[0]}; leave it out")
+    if keys and not trial.arm.uses_recipe:
         raise ConfigError(
-            f"{experiment.name} trains nothing, so it has no {trial.overrides[0].partition('=')[0]}; leave it out"
+            f"the arm {trial.arm.name} trains nothing, so it has no {keys[0]}; leave it out, or leave out the arm "
+            "with arms="
         )
+    if "train.seed" in keys:
+        raise ConfigError("train.seed is the seed of a trial; write seeds=, as in seeds=4")
     fixed = {change.partition("=")[0] for change in trial.arm.changes}
-    clash = next((key for key in (word.partition("=")[0] for word in trial.overrides) if key in fixed), None)
-    if clash is not None:
-        raise ConfigError(
-            f"{clash} is what the arm {trial.arm.name} sets; leave it out, or leave out the arm with arms="
-        )
+    for key in keys:
+        if key in fixed:
+            raise ConfigError(
+                f"{key} is what the arm {trial.arm.name} sets; leave it out, or leave out the arm with arms="
+            )
+        if key in experiment.set_by_measure:
+            raise ConfigError(f"{key} is what {experiment.name} chooses by itself; leave it out")
     if trial.overrides:
         recipe = read_recipe(name, recipe_changes(experiment, trial))
         build_model_config(recipe, int(recipe.model.get("vocab", 8000)))
@@ -120,7 +130,7 @@ def run_trials(experiment: Experiment, trials: Sequence[Trial], request: Request
     waiting = [trial for trial in trials if _key(experiment, trial) not in done]
     if len(waiting) < len(trials):
         yield f"{len(trials) - len(waiting)} of {len(trials)} trials have results already"
-    if waiting and (notice := describe_stand_in(experiment, waiting[0])):
+    if notice := describe_stand_in(experiment, waiting):
         yield notice
     jobs: dict[str, Job] = {}
     for trial in waiting:
@@ -159,6 +169,11 @@ def _needed_trials(experiment: Experiment, trial: Trial) -> list[Trial]:
     return [replace(trial, arm=experiment.arm(arm), seed=seed) for arm, seed in pairs]
 
 
+def _with_stand_in(trial: Trial, stands_in: bool, seed: int) -> Trial:
+    """Return a trial with a seed and, if its arm reads the corpus, with or without the corpus that stands in for it."""
+    return replace(trial, stands_in=stands_in and trial.arm.uses_recipe, seed=seed)
+
+
 def read_trial_results(trial: Trial) -> list[Result]:
     """Return the results that a trial can read: those of the trials that it needs."""
     experiment = find_experiment(trial.experiment)
@@ -186,13 +201,16 @@ def select_results(experiment: Experiment, trials: Sequence[Trial], request: Req
     Results with the real corpus are preferred to those with a stand-in: another machine may have the corpus.
     """
     real, stand_in = _results_by_corpus(experiment, trials, request)
-    return real or stand_in
+    only_stand_in = [result for result in stand_in if result not in real]
+    reads_corpus = any(experiment.arm(result.arm).uses_recipe for result in real)
+    return stand_in if only_stand_in and not reads_corpus else real
 
 
 def count_hidden(experiment: Experiment, trials: Sequence[Trial], request: Request) -> int:
     """Return how many results with a stand-in `select_results` leaves out because there are some with the corpus."""
-    real, stand_in = _results_by_corpus(experiment, trials, request)
-    return sum(result not in real for result in stand_in) if real else 0
+    selected = select_results(experiment, trials, request)
+    _, stand_in = _results_by_corpus(experiment, trials, request)
+    return sum(result not in selected for result in stand_in)
 
 
 def _results_by_corpus(
@@ -202,7 +220,7 @@ def _results_by_corpus(
     found = stored_results(experiment, request)
 
     def select(stands_in: bool) -> list[Result]:
-        settings = {_key(experiment, replace(trial, stands_in=stands_in))[::2] for trial in trials}
+        settings = {_key(experiment, _with_stand_in(trial, stands_in, trial.seed))[::2] for trial in trials}
         return [result for result in found if result.key[::2] in settings]
 
     return select(False), select(True)

@@ -32,9 +32,10 @@ def find_stand_in(experiment: Experiment, changes: Sequence[str]) -> str | None:
     return next((change.removeprefix(CORPUS) for change in experiment.stand_in if change.startswith(CORPUS)), None)
 
 
-def describe_stand_in(experiment: Experiment, trial: Trial) -> str | None:
+def describe_stand_in(experiment: Experiment, trials: Sequence[Trial]) -> str | None:
     """Return a sentence about the corpus that stands in for that of the recipe, or None if none does."""
-    if not trial.stands_in:
+    trial = next((trial for trial in trials if trial.stands_in), None)
+    if trial is None:
         return None
     missing = _recipe_corpus(experiment, replace(trial, stands_in=False))
     found = find_stand_in(experiment, experiment.stand_in)

@@ -66,7 +66,8 @@ def _by_layer(norms: list[float]) -> dict[str, float]:
 
 
 def _start(name: str, about: str, residual: str, norm: str) -> Arm:
-    return Arm(name=f"{name}-start", about=f"{about}; not trained", values={"residual": residual, "norm": norm})
+    values = {"residual": residual, "norm": norm}
+    return Arm(name=f"{name}-start", about=f"{about}; not trained", uses_recipe=False, values=values)
 
 
 def _trained(name: str, about: str, residual: str) -> Arm:
