@@ -206,6 +206,13 @@ def test_a_call_names_the_corpus_that_stands_in(standing_in, capsys):
     assert sentence in capsys.readouterr().out.splitlines()[0]
 
 
+def test_rules_of_arms_that_did_not_run_are_only_counted(standing_in, capsys):
+    assert run([*standing_in, "seeds=1", "arms=old"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "2 more rules need other arms or seeds; --dry-run shows all rules."
+    assert not any("not measured" in line for line in lines)
+
+
 def test_files_whose_results_have_other_settings_are_named(standing_in, tmp_path, capsys):
     assert run([*standing_in, "seeds=1"]) == 0
     file = (tmp_path / "out" / "results.jsonl").rename(tmp_path / "elsewhere.jsonl")

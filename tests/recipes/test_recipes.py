@@ -17,6 +17,7 @@ from monoblock.accounting.report import account
 from monoblock.cli.main import run
 from monoblock.data.corpora import docstrings
 from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint, load_corpus
+from monoblock.errors import ConfigError
 from monoblock.interop.folder import load_model
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.recipes.parse import list_recipes
@@ -191,3 +192,11 @@ def assert_complete_folder(folder, *, tokenizer):
     assert [line["step"] for line in lines if "val_loss" in line] == [2]
     assert not list(folder.rglob("*.tmp"))
     assert (folder / "README.md").read_text().startswith(f"# {read_recipe(str(folder / 'recipe.toml')).name}\n")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override"), [("reverse", "model.family=lstm"), ("wikitext2-lstm", "model.heads=3")]
+)
+def test_an_lstm_has_no_sizes_of_transformers(recipe, override):
+    with pytest.raises(ConfigError, match=r"model.heads is for Transformers, .* such as wikitext2-lstm"):
+        build_model_config(read_recipe(recipe, [override]), 11)

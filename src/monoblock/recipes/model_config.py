@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from monoblock.config.knobs import vary
+from monoblock.config.knobs import KNOBS, vary
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.presets import preset
 from monoblock.config.schema import FieldError, from_dict
@@ -66,6 +66,12 @@ def _apply_knobs(task: TaskKeys, knobs: dict[str, Any]) -> ModelConfig | Recurre
     if family == "lstm":
         knobs.pop("context", None)  # the length of training blocks, not a size of the LSTM
         kind = "encoder_decoder" if "encoder-decoder" in task.families else "language_model"
+        fields = RecurrentConfig.__dataclass_fields__
+        if wrong := next((name for name in knobs if name in KNOBS and name not in fields), None):
+            raise ConfigError(
+                f"model.{wrong} is for Transformers, and family='lstm' has no such key; leave it out, or, if the "
+                "recipe sets it, start from one that trains an LSTM, such as wikitext2-lstm or multi30k-lstm"
+            )
         return from_dict(RecurrentConfig, {"kind": kind, **knobs}, "model")
     try:
         return FAMILIES[family](**knobs)
