@@ -162,6 +162,7 @@ def test_brackets_and_quotes_are_dropped():
     )
 
 
+@pytest.mark.slow
 @needs("punctuation")
 def test_every_word_has_a_known_label():
     splits = load_splits("punctuation")

@@ -18,7 +18,7 @@ from monoblock.recipes.parse import parse_value
 from monoblock.runs.recipe import build_model_config, read_recipe
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-QUICK = ("scale", "attention-memory", "sparse", "tying")
+QUICK = ("scale", "attention-memory", "tying")
 RECORDS = {name: load_experiment(name) for name in EXPERIMENTS}
 
 

@@ -396,7 +396,7 @@ print(size, memory("VmHWM") - before, "transformers" in sys.modules)
     ("name", "stored", "requested"),
     [
         ("gpt2", "bf16", "fp32"),
-        ("llama-7b", "fp32", "bf16"),
+        pytest.param("llama-7b", "fp32", "bf16", marks=pytest.mark.slow),
         pytest.param("gpt2", "fp32", "fp32", marks=pytest.mark.slow),
         pytest.param("llama-7b", "fp32", "fp32", marks=pytest.mark.slow),
     ],

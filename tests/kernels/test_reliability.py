@@ -31,5 +31,6 @@ def test_random_wrong_arguments_of_the_operators_are_refused_and_crash_nothing()
     assert result["refused"] > 75
 
 
+@pytest.mark.slow
 def test_eight_threads_that_share_a_model_get_the_texts_they_get_alone():
     assert run_script("threads.py", "--runs", "4") == {"runs": 4, "threads": 8, "equal": 4, "failed": 0}

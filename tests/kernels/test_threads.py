@@ -57,7 +57,8 @@ def print_translations():
 
 
 @pytest.mark.parametrize(
-    "limits", [{"OMP_THREAD_LIMIT": "1"}, pytest.param({"OMP_DYNAMIC": "true"}, marks=pytest.mark.slow), {}]
+    "limits",
+    [{"OMP_THREAD_LIMIT": "1"}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"OMP_DYNAMIC": "true"}, {}))],
 )
 def test_a_search_equals_the_plain_one_whatever_the_number_of_threads(limits):
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(mb.__file__).parents[1])]

@@ -25,7 +25,7 @@ from monoblock.config.model import Rotary, Scaling
 
 WITHOUT_EXPERTS = law_names(lambda config: not has_experts(config))
 # Presets that are traced in the quick run: one of each kind of mask, positions and norm. The rest is slow.
-QUICK = ("gpt-tiny", "llama-7b", "mistral-7b", "gemma2-2b", "bloom-560m", "bert-base", "t5-small", "vaswani-base")
+QUICK = ("gpt-tiny", "llama-7b", "gemma2-2b", "bloom-560m", "bert-base", "t5-small")
 
 
 def quick_or_slow(names):

@@ -40,7 +40,7 @@ def random_source(config):
     return random_tokens(ROWS, 7, config.input.vocab, seed=5) if is_encoder_decoder(config) else None
 
 
-@examples(40)
+@examples(24)
 @given(models_with_decoder())
 def test_a_future_token_never_changes_a_past_logit(config):
     model, ids, source = build_model(config), random_text(config), random_source(config)
@@ -53,7 +53,7 @@ def test_a_future_token_never_changes_a_past_logit(config):
     assert_bit_equal(after[:, :6], before[:, :6])
 
 
-@examples(40)
+@examples(24)
 @given(text_models())
 def test_padding_changes_nothing_for_real_tokens(config):
     model, ids, source = build_model(config, torch.float64), random_text(config), random_source(config)
@@ -70,7 +70,7 @@ def test_padding_changes_nothing_for_real_tokens(config):
             )
 
 
-@examples(40)
+@examples(24)
 @given(models_with_decoder())
 def test_cached_logits_are_the_full_ones(config):
     model, ids, source = build_model(config, torch.float64), random_text(config, 13), random_source(config)
@@ -80,7 +80,7 @@ def test_cached_logits_are_the_full_ones(config):
             assert_near(run_cached(model, ids, sizes, chunk=chunk, source_ids=source), full)
 
 
-@examples(40)
+@examples(24)
 @given(models_with_decoder())
 def test_a_truncated_draft_and_reordered_rows_leave_no_trace(config):
     model, ids, source = build_model(config, torch.float64), random_text(config, 12), random_source(config)
@@ -100,7 +100,7 @@ def test_a_truncated_draft_and_reordered_rows_leave_no_trace(config):
     assert_near(torch.cat(actual, 1), expected[:, 8:12])
 
 
-@examples(40)
+@examples(24)
 @given(all_models())
 def test_the_closed_form_counts_the_built_model(config):
     with torch.device("meta"):
@@ -109,7 +109,7 @@ def test_the_closed_form_counts_the_built_model(config):
     assert counts == [account(config).parameters] * 2
 
 
-@examples(40)
+@examples(24)
 @given(all_models())
 def test_saved_then_loaded_is_the_same_model_bit_for_bit(config):
     model = build_model(config)
@@ -124,7 +124,7 @@ def test_saved_then_loaded_is_the_same_model_bit_for_bit(config):
         assert_bit_equal(loaded(*inputs), model(*inputs))
 
 
-@examples(40)
+@examples(24)
 @given(all_models())
 def test_plain_attention_is_fused_attention_and_permuting_the_batch_permutes_the_output(config):
     model, inputs = build_model(config, torch.float64), random_inputs(config, torch.float64)
@@ -136,7 +136,7 @@ def test_plain_attention_is_fused_attention_and_permuting_the_batch_permutes_the
         assert_near(model(*(tensor[order] for tensor in inputs)), expected[order])
 
 
-@examples(40)
+@examples(24)
 @given(text_models())
 def test_rows_that_see_nothing_give_no_nan_in_either_direction(config):
     model, source = build_model(config), random_source(config)

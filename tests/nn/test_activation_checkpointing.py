@@ -49,7 +49,7 @@ def test_selective_checkpointing_recomputes_norms_but_no_product_and_no_attentio
     assert count_operators(True) == (products + 3 * 5, 2 * attentions, norms + 6)
 
 
-@pytest.mark.parametrize("mode", [True, "selective"])
+@pytest.mark.parametrize("mode", [pytest.param(True, marks=pytest.mark.slow), "selective"])
 def test_checkpointing_of_a_compiled_model_changes_no_gradient(mode):
     model = build_model()
     expected = train_step(model, False)

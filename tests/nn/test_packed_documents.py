@@ -230,6 +230,7 @@ def _(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False):
     return torch.empty_like(q)
 
 
+@pytest.mark.parametrize("kernel_calls", [kernel_of_torch_2_13], ids=["2.13"], indirect=True)
 def test_with_the_kernel_a_model_compiles_to_one_graph(kernel_calls, monkeypatch):
     """It did not with torch 2.11, which cannot trace bool(tuple)."""
     model = model_of("vaswani-base", torch.float32)

@@ -30,7 +30,7 @@ from monoblock.training.loss import CrossEntropyLoss
 DATA = Path(os.environ["MONOBLOCK_DATA"]) if os.environ.get("MONOBLOCK_DATA") else None
 SIZES = {"classification": {"classes": 7}, "token_classification": {"classes": 7}}
 IMAGE = {"classes": 7, "image": 8, "channels": 1}
-SLOW = ("kjv-tasks", "transliterate-multi")  # tasks that quicker recipes train too
+SLOW = ("kjv-tasks", "transliterate-multi", "kjv-web", "summarize-docstrings")  # tasks that quicker recipes train too
 STEP_KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "seconds"}
 
 
