@@ -36,7 +36,9 @@ from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.resize import check_positive_int, resize_pattern
 from monoblock.errors import ConfigError, did_you_mean
 
-FieldValues = dict[str, Any]  # the arguments from which a part of a configuration is rebuilt
+# The arguments from which a part of a configuration is rebuilt. In those of a block, "attention" and "cross" are such
+# arguments themselves until all knobs are set, so that a knob may set a field of self-attention alone.
+FieldValues = dict[str, Any]
 ConfigT = TypeVar("ConfigT")
 
 POSITION_SCHEMES: dict[str, tuple[Learned | Sinusoid | None, Rotary | Alibi | Buckets | None]] = {

@@ -53,7 +53,7 @@ SMALL_MODEL = "one small pre-norm model with warm-up, whose gradients have no sp
 OTHER_CALLS = "the models were trained in different calls, each with other trials on the GPU"
 NEIGHBOURS = "here RoPE follows learned positions and SwiGLU follows GELU; parallel attention was not measured"
 SHARED = "its times were measured while other trials used the GPU"
-LEARNING = "the LSTM without attention was still learning when its training ended"
+STILL_LEARNING = "the LSTM without attention was still learning when its training ended"
 NAMED_SWAPS = (0, 2, 4, 6, 7)  # those that the lecture names, of the nine in `swaps`
 AT_MOST = tuple(10 + rule for rule in NAMED_SWAPS)  # the rules of the other bound
 CLAIMS = (
@@ -117,7 +117,13 @@ CLAIMS = (
     Claim("B §12", "windows with global tokens are linear in the length", "sparse", (4,)),
     Claim("B §12; C, question 1", "linear attention avoids the quadratic cost", "sparse", (0, 3)),
     Claim("B §01; E §8.1.1", "recurrence cannot be parallelised over the sequence", "recurrence", (6,), caveat=SHARED),
-    Claim("A, recap; E §8.1", "one vector is a bottleneck for long texts", "recurrence", (2, 3, 4, 5), caveat=LEARNING),
+    Claim(
+        "A, recap; E §8.1",
+        "one vector is a bottleneck for long texts",
+        "recurrence",
+        (2, 3, 4, 5),
+        caveat=STILL_LEARNING,
+    ),
     Claim("C, what is next", "recurrence cannot reverse a sequence", "recurrence", tuple(range(6)), against=(5,)),
     Claim("E, exercise 8.9", "a Transformer has a lower perplexity than an LSTM", "language-models", (3, 1, 2)),
     Claim("E, exercise 8.9", "an epoch is faster than with an LSTM", "language-models", (5,), caveat=OTHER_CALLS),

@@ -159,14 +159,14 @@ class Report:
         }
 
     @property
-    def _first(self) -> Result | None:
-        """The first result of an arm that uses the recipe, if there is one, whose settings are those of the page."""
+    def _representative(self) -> Result | None:
+        """The result whose settings are those of the page: the first of an arm that uses the recipe, if any does."""
         uses_recipe = {arm.name: arm.uses_recipe for arm in self.experiment.arms}
         return max(self.results, key=lambda result: uses_recipe.get(result.arm, False), default=None)
 
     def about(self) -> dict[str, Any]:
         """Return what was measured where: budget, data, seeds, machines and settings."""
-        settings = self._first.settings if self._first is not None else {}
+        settings = self._representative.settings if self._representative is not None else {}
         set_by_arms = {change.partition("=")[0] for arm in self.experiment.arms for change in arm.changes}
         changes = {change.partition("=")[0]: change for change in settings.get("changes", ())}  # the last one wins
         budget, data = self.experiment.budget_and_data(settings.get("options", {}))
@@ -198,7 +198,7 @@ class Report:
 
     def _overrides(self) -> list[str]:
         """Return the changes to the recipe that are not the experiment's own but were asked for by a call."""
-        experiment, first = self.experiment, self._first
+        experiment, first = self.experiment, self._representative
         if first is None:
             return []
         settings, changes = first.settings, first.settings.get("changes", ())

@@ -77,9 +77,8 @@ def plan_trials(experiment: Experiment, request: Request) -> list[Trial]:
     )
     base = replace(base, stands_in=needs_stand_in(experiment, base))
     base = replace(base, work_folder=request.folder / f"work-{_settings_digest(experiment, base)}")
-    trials = [
-        _with_stand_in(replace(base, arm=experiment.arm(name)), base.stands_in, seed) for seed in seeds for name in arms
-    ]
+    chosen = [replace(base, arm=experiment.arm(name), seed=seed) for seed in seeds for name in arms]
+    trials = [_with_stand_in(trial, base.stands_in) for trial in chosen]
     for trial in trials:
         _check_overrides(experiment, trial)
     return trials
@@ -169,9 +168,9 @@ def _needed_trials(experiment: Experiment, trial: Trial) -> list[Trial]:
     return [replace(trial, arm=experiment.arm(arm), seed=seed) for arm, seed in pairs]
 
 
-def _with_stand_in(trial: Trial, stands_in: bool, seed: int) -> Trial:
-    """Return a trial with a seed and, if its arm reads the corpus, with or without the corpus that stands in for it."""
-    return replace(trial, stands_in=stands_in and trial.arm.uses_recipe, seed=seed)
+def _with_stand_in(trial: Trial, stands_in: bool) -> Trial:
+    """Return a trial with or without the corpus that stands in for that of the recipe, if its arm uses the recipe."""
+    return replace(trial, stands_in=stands_in and trial.arm.uses_recipe)
 
 
 def read_trial_results(trial: Trial) -> list[Result]:
@@ -220,7 +219,7 @@ def _results_by_corpus(
     found = stored_results(experiment, request)
 
     def select(stands_in: bool) -> list[Result]:
-        settings = {_key(experiment, _with_stand_in(trial, stands_in, trial.seed))[::2] for trial in trials}
+        settings = {_key(experiment, _with_stand_in(trial, stands_in))[::2] for trial in trials}
         return [result for result in found if result.key[::2] in settings]
 
     return select(False), select(True)

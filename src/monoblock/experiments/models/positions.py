@@ -97,10 +97,10 @@ def _arm(name: str, about: str, positions: str | None = None, *changes: str, **v
     return Arm(name=name, about=about, changes=(f"model.positions={positions or name}", *changes), values=values)
 
 
-def _beyond(words: str, arm: str, *, times: int = 6, sliding: bool = False, **bound: Any) -> Rule:
+def _bound_ratio(words: str, arm: str, *, times: int = 6, sliding: bool = False, **bound: Any) -> Rule:
     """Bound the perplexity at six or sixteen times the training length, divided by that at the training length."""
     return Rule(
-        statement=f"{words} {'in sliding windows of' if sliding else 'at'} {TIMES[times]} times the training length",
+        statement=f"{words} {'in sliding windows of' if sliding else 'at'} {IN_WORDS[times]} times the training length",
         metric="perplexity_sliding" if sliding else "perplexity",
         arm=arm,
         at=str(times),
@@ -110,9 +110,9 @@ def _beyond(words: str, arm: str, *, times: int = 6, sliding: bool = False, **bo
     )
 
 
-TIMES = {6: "six", 16: "sixteen"}
+IN_WORDS = {6: "six", 16: "sixteen"}
 LONGER = "after three times as many steps, "
-WORSE, HOLDS = "sinusoids are more than five times worse", "ALiBi loses at most 1 % of perplexity"
+SINUSOIDS_FAIL, ALIBI_HOLDS = "sinusoids are more than five times worse", "ALiBi loses at most 1 % of perplexity"
 
 EXPERIMENT = Experiment(
     name="positions",
@@ -144,10 +144,10 @@ EXPERIMENT = Experiment(
     curves=dict.fromkeys(("perplexity", "perplexity_sliding"), "multiple of the training length"),
     logarithmic=True,
     rules=(
-        _beyond(HOLDS, "alibi", at_most=1.01),
-        _beyond(WORSE, "sinusoidal", at_least=5.0),
-        _beyond(WORSE, "sinusoidal", sliding=True, at_least=5.0, late="the rule"),
-        _beyond("rotary positions without scaling lose more than 10 %", "rotary", at_least=1.1),
+        _bound_ratio(ALIBI_HOLDS, "alibi", at_most=1.01),
+        _bound_ratio(SINUSOIDS_FAIL, "sinusoidal", at_least=5.0),
+        _bound_ratio(SINUSOIDS_FAIL, "sinusoidal", sliding=True, at_least=5.0, late="the rule"),
+        _bound_ratio("rotary positions without scaling lose more than 10 %", "rotary", at_least=1.1),
         Rule(
             statement="YaRN has at most 0.9 of the perplexity of rotary without scaling at six times the length",
             metric="perplexity",
@@ -166,7 +166,7 @@ EXPERIMENT = Experiment(
             other="sinusoidal",
             at_most=0.99,
         ),
-        _beyond("sinusoids lose at most 10 % of perplexity", "sinusoidal", at_most=1.1, late="the rule"),
+        _bound_ratio("sinusoids lose at most 10 % of perplexity", "sinusoidal", at_most=1.1, late="the rule"),
         Rule(
             statement="at six times the training length, rotary positions are at least 10 % better than sinusoids",
             metric="perplexity",
@@ -177,10 +177,10 @@ EXPERIMENT = Experiment(
             at_most=0.9,
             late="the rule",
         ),
-        _beyond(LONGER + WORSE, "sinusoidal-long", at_least=5.0, late="this arm"),
-        _beyond(LONGER + HOLDS, "alibi-long", at_most=1.01, late="this arm"),
-        _beyond(LONGER + WORSE, "sinusoidal-long", sliding=True, at_least=5.0, late="the rule"),
-        _beyond(LONGER + WORSE, "sinusoidal-long", times=16, sliding=True, at_least=5.0, late="the rule"),
+        _bound_ratio(LONGER + SINUSOIDS_FAIL, "sinusoidal-long", at_least=5.0, late="this arm"),
+        _bound_ratio(LONGER + ALIBI_HOLDS, "alibi-long", at_most=1.01, late="this arm"),
+        _bound_ratio(LONGER + SINUSOIDS_FAIL, "sinusoidal-long", sliding=True, at_least=5.0, late="the rule"),
+        _bound_ratio(LONGER + SINUSOIDS_FAIL, "sinusoidal-long", times=16, sliding=True, at_least=5.0, late="the rule"),
     ),
     reading="A curve that stays level or falls extrapolates. In longer blocks the average token has more context, so "
     "even a model that ignores distant tokens gains a little without overlap, and the first tokens of a block are "
