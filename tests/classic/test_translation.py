@@ -8,17 +8,18 @@ from monoblock.errors import InputError
 
 WORDS = ["BADD", "FAD", "FEEDE", "ADDEEF"]
 
-# Tokens: 0 is the start, 1 to 6 the six rows of the tables, 7 what their probabilities leave to one.
-START, REST = 0, 7
-FIRST = [0.5, 0.4, 0.0, 0.0, 0.0, 0.0]
-AFTER_FIRST_WORD = [0.1, 0.2, 0.3, 0.1, 0.1, 0.2]
-AFTER_SECOND_WORD = [0.1, 0.4, 0.2, 0.1, 0.0, 0.0]
+# The tables of "Greedy Search is not optimal": of the first word, and of the second after word 1 and after word 2.
+SLIDE = [
+    [0.5, 0.4, 0.0, 0.0, 0.0, 0.0],
+    [0.1, 0.2, 0.3, 0.1, 0.1, 0.2],
+    [0.1, 0.4, 0.2, 0.1, 0.0, 0.0],
+]
+START, REST = 0, 7  # the words are 1 to 6
 
 
 @pytest.fixture(scope="module")
 def model():
-    rows = [[0.0, *row, round(1 - sum(row), 10)] for row in (FIRST, AFTER_FIRST_WORD, AFTER_SECOND_WORD)]
-    return next_token_model([*rows, *[[0.0] * REST + [1.0]] * 5])
+    return next_token_model(SLIDE)
 
 
 def test_the_three_merges_of_the_slides_and_the_words_after_each():
@@ -61,17 +62,18 @@ def test_without_ties_the_tokenizers_library_learns_the_same_merges():
     assert merged == sorted("".join(step.pair) for step in steps)
 
 
-def test_the_model_has_the_probabilities_of_the_table(model):
-    probabilities = model(torch.tensor([[START, 1, 2]])).softmax(-1)[0]
-    expected = torch.tensor([FIRST, AFTER_FIRST_WORD, AFTER_SECOND_WORD])
-    torch.testing.assert_close(probabilities[:, 1:REST], expected, atol=1e-5, rtol=0)
+def test_the_model_has_the_probabilities_of_the_slide_and_leaves_the_rest_to_another_word(model):
+    probabilities = model(torch.tensor([[START, 1, 2, 3, REST]])).softmax(-1)[0]
+    expected = torch.tensor([[0.0, *row, 1 - sum(row)] for row in SLIDE])
+    torch.testing.assert_close(probabilities[:3], expected, atol=1e-5, rtol=0)
+    only_others = torch.tensor([0.0] * REST + [1.0]).expand(2, -1)  # word 3 has no row, and the rest never has one
+    torch.testing.assert_close(probabilities[3:], only_others, atol=1e-5, rtol=0)
 
 
 def test_the_first_table_is_a_distribution_and_greedy_decoding_takes_its_second_word():
     table = [0.03, 0.7, 0.05, 0.1, 0.08, 0.04]
     assert sum(table) == pytest.approx(1)
-    rows = [[0.0, *table], *[[0.0] * 6 + [1.0]] * 6]
-    assert next_token_model(rows).generate(torch.tensor([[START]]), max_new_tokens=1).tolist() == [[START, 2]]
+    assert next_token_model([table]).generate(torch.tensor([[START]]), max_new_tokens=1).tolist() == [[START, 2]]
 
 
 def test_greedy_decoding_finds_015_and_beam_search_016(model):
@@ -84,6 +86,18 @@ def test_greedy_decoding_finds_015_and_beam_search_016(model):
     assert float(beam_scores.sum().exp()) == pytest.approx(0.16, abs=1e-5)
 
 
-def test_a_table_that_is_no_distribution_is_refused():
-    with pytest.raises(InputError, match="sum to one"):
-        next_token_model([[0.5, 0.4], [0.5, 0.5]])
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([[0.5, 0.6], [0.5, 0.5]], r"row 0 of the table, \[0.5, 0.6\], holds no probabilities"),
+        ([[0.5, 0.5], [-0.1, 0.5]], r"row 1 of the table, \[-0.1, 0.5\]"),
+        ([[0.5, float("nan")]], r"row 0 of the table, \[0.5, nan\]"),
+        ([[0.5, 0.5], [0.5]], "2 rows of 1, 2 probabilities; write rows of one length"),
+        ([[0.5, 0.5]] * 4, "4 rows of 2 probabilities"),
+        ([], "0 rows of no probabilities"),
+        ([[]], "1 rows of 0 probabilities"),
+    ],
+)
+def test_a_table_that_holds_no_probabilities_is_refused(table, message):
+    with pytest.raises(InputError, match=message):
+        next_token_model(table)

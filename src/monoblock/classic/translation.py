@@ -1,8 +1,8 @@
 """The slides on machine translation, which contain no listings: their examples of byte-pair encoding and of decoding.
 
 byte_pair_merges(["BADD", "FAD", "FEEDE", "ADDEEF"], 3)       # AD, EE, ADD, and the words after each merge
-model = next_token_model(probabilities)                       # decoding by a table of probabilities
-model.generate(torch.tensor([[0]]), max_new_tokens=2, num_beams=2)
+model = next_token_model([[0.5, 0.4, 0, 0, 0, 0], [0.1, 0.2, 0.3, 0.1, 0.1, 0.2], [0.1, 0.4, 0.2, 0.1, 0, 0]])
+model.generate(torch.tensor([[0]]), max_new_tokens=2, num_beams=2)      # 0, the start, and the words 2 and 2
 """
 
 from __future__ import annotations
@@ -64,16 +64,37 @@ def byte_pair_merges(words: Sequence[str], num_merges: int) -> list[Merge]:
 
 
 def next_token_model(probabilities: Sequence[Sequence[float]]) -> Transformer:
-    """Return a language model in which the next token depends on the last token only, as given by a table.
+    """Return a language model in which the next word depends on the last word only, as given by the tables of a slide.
 
-    `probabilities` (V, V) has one row for each token, which sums to one.  The model is a Transformer whose blocks add
-    nothing to the one-hot embedding of a token, and whose output matrix is the logarithm of the table.  So all
-    decoding methods of monoblock can be tried on examples that are worked out by hand.
+    All decoding methods of monoblock can be tried with it on examples that are worked out by hand.
+
+    Args:
+        probabilities: the probabilities of the words 1 to C: in the first row those of the first word, in row r those
+            of the word after word r.  A row may sum to less than one, and the last rows may be missing.
+
+    The model has the tokens 0 to C + 1: 0 is the start, 1 to C are the words, and C + 1 stands for all words that the
+    table leaves out: it has what a row leaves to one, and it follows itself and each word without a row.  It is a
+    Transformer whose block adds nothing to the one-hot embedding of a token, and whose output matrix is the logarithm
+    of the table.
     """
-    table = torch.tensor(probabilities, dtype=torch.float32)
-    vocab = table.shape[0]
-    if table.dim() != 2 or table.shape[1] != vocab or not torch.allclose(table.sum(-1), torch.ones(vocab)):
-        raise InputError("the table needs one row and one column for each token, and every row must sum to one")
+    count = len(probabilities[0]) if probabilities else 0
+    if not count or len(probabilities) > count + 1 or any(len(row) != count for row in probabilities):
+        shape = f"{len(probabilities)} rows of {', '.join(sorted({str(len(row)) for row in probabilities})) or 'no'}"
+        raise InputError(
+            f"the table has {shape} probabilities; write rows of one length, the first for the start and one for each "
+            "word that is followed by others"
+        )
+    vocab = count + 2
+    table = torch.zeros(vocab, vocab)
+    table[: len(probabilities), 1:-1] = torch.tensor(probabilities)
+    left = 1 - table.sum(-1)
+    if not bool(((table >= 0).all(-1) & (left > -1e-5)).all()):
+        row = int(((table < 0).any(-1) | ~(left > -1e-5)).nonzero()[0])
+        raise InputError(
+            f"row {row} of the table, {list(probabilities[row])}, holds no probabilities; write numbers from 0 to 1 "
+            "that sum to at most one"
+        )
+    table[:, -1] = torch.where(left > 1e-5, left, 0)
     model = Transformer(gpt(vocab=vocab, width=vocab, depth=1, heads=1, context=64, positions="none", tie="none"))
     with torch.no_grad():
         for weight in model.parameters():
