@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import monoblock as mb
 from monoblock.config.presets import PRESETS
+from monoblock.inspection.layout import layout_of
+from monoblock.inspection.means import mean_activations
 from monoblock.inspection.trace import TraceTap, attach_tap
 
 IDS = torch.randint(1, 61, (3, 13), generator=torch.Generator().manual_seed(5))
@@ -282,3 +284,155 @@ def test_a_name_that_was_not_recorded_is_an_error_with_a_hint(model):
         seen["decoder.0.outpt"]
     with pytest.raises(KeyError, match="give it in names="):
         seen["logits"]
+
+
+# -- axes and padding ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_activation_declares_its_axes(name):
+    torch.manual_seed(3)
+    model = mb.Transformer(mb.tiny(name)).eval()
+    inputs = inputs_of(model.config)
+    if inputs is None:
+        pytest.skip("audio")
+    seen, layout = mb.trace(model, *inputs), layout_of(model)
+    blocks = [block for stack in model.config.stacks.values() for block in stack.layers()]
+    attentions = [one for block in blocks for one in (block.attention, block.cross) if one is not None]
+    sizes = {"B": {3}, "H": {one.heads for one in attentions}, "G": {one.num_kv_heads for one in attentions}}
+    if model.config.family != "vision":
+        sizes |= {"T": {tensor.shape[1] for tensor in inputs}, "S": {tensor.shape[1] for tensor in inputs}}
+    for key, tensor in seen.items():
+        axes = layout.axes(key, tensor)
+        assert axes is not None, key
+        assert len(axes) == tensor.dim(), (key, axes)
+        for letter, size in zip(axes, tensor.shape, strict=True):
+            assert size in sizes.get(letter, {size}), (key, axes, tensor.shape)
+
+
+def bert():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 30, "num_hidden_layers": 2, "num_attention_heads": 5, "intermediate_size": 46}
+    return transformers.BertModel(transformers.BertConfig(vocab_size=61, **sizes)).eval()
+
+
+QUERY = "encoder.layer.0.attention.self.query"  # (B, T, D) in transformers, (B, H, T, K) in monoblock
+
+
+@pytest.mark.parametrize("method", ["zero", "mean", "resample"])
+@pytest.mark.parametrize("part", [{"heads": [1]}, {"positions": [1]}, {"heads": [1], "positions": [1]}])
+def test_heads_and_positions_of_a_foreign_module_are_refused_because_its_axes_are_not_known(method, part):
+    with pytest.raises(mb.InputError, match=r"it is not known which axis .* name its axes, such as axes="):
+        mb.trace(bert(), IDS, names=QUERY, edits=mb.ablate(QUERY, method, **part))
+
+
+def test_axes_of_a_foreign_module_can_be_given():
+    model = bert()
+    plain = mb.trace(model, IDS, names=QUERY)[QUERY]
+    after = mb.trace(model, IDS, names=QUERY, edits=mb.ablate(QUERY, positions=[1], axes="BTD"))[QUERY]
+    assert not after[:, 1].any()
+    assert torch.equal(after[:, 2:], plain[:, 2:])
+    after = mb.trace(model, IDS, names=QUERY, edits=mb.ablate(QUERY, "mean", axes="BTD"))[QUERY]
+    torch.testing.assert_close(after, plain.mean((0, 1), keepdim=True).expand_as(plain), rtol=0, atol=1e-6)
+    with pytest.raises(mb.InputError, match="has no axis of heads"):
+        mb.trace(model, IDS, edits=mb.ablate(QUERY, heads=[1], axes="BTD"))
+    with pytest.raises(mb.InputError, match="does not have the axes 'BHTK'; give a letter for each"):
+        mb.trace(model, IDS, edits=mb.ablate(QUERY, heads=[1], axes="BHTK"))
+    for wrong in ("BB", "B-T", ""):
+        with pytest.raises(mb.InputError, match="axes are a letter for each axis"):
+            mb.ablate(QUERY, axes=wrong)
+
+
+def test_a_sequence_that_is_the_first_axis_is_edited_at_its_positions():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 2))
+    x = torch.randn(11, 3, 5)  # (T, B, D)
+    edit = mb.ablate("0", "resample", positions=[4], axes="TBD")
+    before, after = mb.trace(model, x, names="0")["0"], mb.trace(model, x, names="0", edits=edit)["0"]
+    assert torch.equal(after[4], before[4].roll(1, 0))
+    assert torch.equal(after[5:], before[5:])
+
+
+def padded_mask(rows, length, lengths):
+    return torch.arange(length).expand(rows, -1) < torch.tensor(lengths)[:, None]
+
+
+@pytest.mark.parametrize("name", ["decoder.1.attention.heads", "decoder.1.attention.key", "decoder.1.output"])
+def test_the_mean_leaves_padding_out(model, name):
+    mask = padded_mask(3, 13, [13, 5, 2])
+    before = mb.trace(model, IDS, attention_mask=mask, names=name)[name]
+    after = mb.trace(model, IDS, attention_mask=mask, names=name, edits=mb.ablate(name, "mean"))[name]
+    tokens = torch.cat([row[..., :length, :] for row, length in zip(before, [13, 5, 2], strict=True)], -2)
+    torch.testing.assert_close(after[0, ..., 3, :], tokens.mean(-2), rtol=0, atol=1e-6)
+
+
+def test_the_mean_of_an_encoder_decoder_leaves_the_padding_of_its_own_sequence_out():
+    torch.manual_seed(3)
+    model = mb.Transformer(mb.vaswani(vocab=61, width=30, depth=2, heads=5)).eval()
+    masks = {"source_mask": padded_mask(3, 13, [13, 5, 2]), "target_mask": padded_mask(3, 13, [3, 11, 7])}
+    for name in (
+        "encoder.1.output",
+        "input.output",
+        "decoder.1.cross.key",
+        "decoder.1.cross.heads",
+        "decoder.0.output",
+    ):
+        lengths = [13, 5, 2] if name.startswith(("encoder", "input")) or "key" in name else [3, 11, 7]
+        before = mb.trace(model, IDS, IDS.flip(1), names=name, **masks)[name]
+        after = mb.trace(model, IDS, IDS.flip(1), names=name, edits=mb.ablate(name, "mean"), **masks)[name]
+        tokens = torch.cat([row[..., :length, :] for row, length in zip(before, lengths, strict=True)], -2)
+        torch.testing.assert_close(after[0, ..., 1, :], tokens.mean(-2), rtol=0, atol=1e-6)
+
+
+def test_the_mean_of_a_transformers_model_leaves_padding_out():
+    name, mask = "encoder.layer.1.attention.self.heads", padded_mask(3, 13, [13, 5, 2])
+    before = mb.trace(bert(), IDS, attention_mask=mask.long(), names=name)[name]
+    after = mb.trace(bert(), IDS, attention_mask=mask.long(), names=name, edits=mb.ablate(name, "mean"))[name]
+    tokens = torch.cat([row[:, :length] for row, length in zip(before, [13, 5, 2], strict=True)], 1)
+    torch.testing.assert_close(after[0, :, 3], tokens.mean(1), rtol=0, atol=1e-6)
+
+
+def test_the_mean_of_the_outputs_of_experts_is_over_tokens_not_experts():
+    torch.manual_seed(3)
+    model, name = mb.Transformer(mb.tiny("mixtral-8x7b")).eval(), "decoder.0.feedforward.outputs"
+    mask = padded_mask(3, 13, [13, 5, 2])
+    before = mb.trace(model, IDS, mask, names=name)[name]
+    after = mb.trace(model, IDS, mask, names=name, edits=mb.ablate(name, "mean"))[name]
+    torch.testing.assert_close(after[0], before[mask.flatten()].mean(0), rtol=0, atol=1e-6)
+    with pytest.raises(mb.InputError, match="has no axis of positions"):
+        mb.trace(model, IDS, edits=mb.ablate(name, positions=[1]))
+
+
+def test_rows_with_other_padding_are_not_resampled(model):
+    with pytest.raises(mb.InputError, match="give rows of equal length"):
+        mb.trace(model, IDS, padded_mask(3, 13, [13, 5, 2]), edits=mb.ablate(HEADS, "resample"))
+
+
+def test_a_mean_over_a_data_set_is_that_of_all_its_tokens(model):
+    double = copy.deepcopy(model).double()
+    batches = [(IDS, padded_mask(3, 13, [13, 5, 2])), {"source": IDS.flip(1)[:2, :7]}, IDS[:1, :3]]
+    means = mean_activations(double, batches, names=[HEADS, "decoder.0.output"])
+    texts = [IDS[0], IDS[1, :5], IDS[2, :2], *IDS.flip(1)[:2, :7], IDS[0, :3]]
+    tokens = torch.cat([mb.trace(double, text[None], names=HEADS)[HEADS][0] for text in texts], 1)  # (H, tokens, K)
+    torch.testing.assert_close(means[HEADS][0, :, 0], tokens.mean(1), rtol=0, atol=1e-10)
+    edit = mb.ablate([HEADS, "decoder.0.output"], "mean", means=means, heads=None, positions=None)
+    after = mb.trace(model, IDS, names=HEADS, edits=edit)[HEADS]
+    torch.testing.assert_close(after[2, :, 11].double(), tokens.mean(1), rtol=0, atol=1e-6)
+    one_head = mb.ablate(HEADS, "mean", means=means, heads=[1])
+    after, before = mb.trace(model, IDS, names=HEADS, edits=one_head)[HEADS], mb.trace(model, IDS, names=HEADS)[HEADS]
+    torch.testing.assert_close(after[2, 1, 11].double(), tokens[1].mean(0), rtol=0, atol=1e-6)
+    assert torch.equal(after[:, 0], before[:, 0])
+
+
+def test_wrong_means_are_refused(model):
+    with pytest.raises(mb.InputError, match=r"the means have no activation decoder\.1.attention.heads"):
+        mb.trace(model, IDS, edits=mb.ablate(HEADS, "mean", means={}))
+    with pytest.raises(mb.InputError, match="give one that broadcasts"):
+        mb.trace(model, IDS, edits=mb.ablate(HEADS, "mean", means={HEADS: torch.zeros(7)}))
+    with pytest.raises(mb.InputError, match="means have no effect on the ablation 'zero'"):
+        mb.ablate(HEADS, means={})
+    with pytest.raises(mb.InputError, match="there is no batch"):
+        mean_activations(model, [], names=HEADS)
+    with pytest.raises(mb.InputError, match="give batches of one length"):
+        mean_activations(model, [IDS, IDS[:, :5]], names="decoder.1.attention.weights")

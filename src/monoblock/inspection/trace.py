@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from monoblock.errors import InputError, did_you_mean
 from monoblock.inspection.edits import Edit, match_names
+from monoblock.inspection.layout import Activation, Layout, OwnLayout, layout_of
 from monoblock.inspection.module_taps import tap_modules
 from monoblock.nn.tap import Tap
 
@@ -30,12 +31,13 @@ class TraceTap:
     """
 
     def __init__(self, names: str | Iterable[str] = (), edits: Iterable[Edit] = (), *, with_gradients: bool = False):
-        self.reader = Edit(match_names(names), lambda name, tensor: tensor)
+        self.reader = Edit(match_names(names), lambda activation: activation.tensor)
         self.edits = tuple(edits)
         self.with_gradients = with_gradients
         self.activations: dict[str, Tensor] = {}
         self.names: dict[str, None] = {}  # of all activations, in order
         self.used: set[int] = set()  # the indices of edits that matched an activation
+        self.layout: Layout = OwnLayout()  # `attach_tap` replaces it by that of the model
 
     def wants(self, name: str) -> bool:
         return self.reader.matches(name) or self._is_edited(name)
@@ -51,7 +53,7 @@ class TraceTap:
         for index, edit in enumerate(self.edits):
             if edit.matches(name):
                 self.used.add(index)
-                tensor = edit(name, tensor)
+                tensor = edit(Activation(name, tensor, self.layout.axes(name, tensor), self.layout))
         if self.reader.matches(name):
             if self.with_gradients and tensor.requires_grad:
                 tensor.retain_grad()
@@ -107,17 +109,18 @@ def trace(
 def attach_tap(model: nn.Module, tap: Tap) -> Iterator[None]:
     """Call a tap at the named activations of every pass of a model inside the `with` block."""
     check_not_compiled(model)
-    if not takes_tap(model):
-        with tap_modules(model, tap):
-            yield
-        return
+    layout, argument = layout_of(model), {"tap": tap} if takes_tap(model) else {}
+    if isinstance(tap, TraceTap):
+        tap.layout = layout
 
-    def add_argument(module: nn.Module, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return arguments, {**options, "tap": tap}
+    def read_arguments(module: nn.Module, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        layout.read_arguments(arguments, options)
+        return arguments, {**options, **argument}
 
-    handle = model.register_forward_pre_hook(add_argument, with_kwargs=True)
+    handle = model.register_forward_pre_hook(read_arguments, with_kwargs=True)
     try:
-        yield
+        with nullcontext() if argument else tap_modules(model, tap):
+            yield
     finally:
         handle.remove()
 
