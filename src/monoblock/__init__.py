@@ -69,6 +69,7 @@ _HOME = {
     "bert": "config.families",
     "causal": "nn.masks",
     "diagnose": "runs.diagnose",
+    "draw": "plots.architecture",
     "evaluate": "runs.evaluate",
     "export_hf": "interop.huggingface.export",
     "fold_lora": "nn.lora",

@@ -39,6 +39,7 @@ VERBS = {
     "prune": ("monoblock.cli.prune", "Remove the attention heads that matter least on a corpus."),
     "quantize": ("monoblock.cli.quantize", "Quantize a model to 8 or 4 bits, and compare its perplexity."),
     "account": ("monoblock.cli.account", "Count the parameters, FLOPs and memory of a model without building it."),
+    "draw": ("monoblock.cli.draw", "Draw the architecture of a model, with shapes and parameters, as SVG."),
     "doctor": ("monoblock.cli.doctor", "Examine a model or a run: leaks, padding, cache, positions, training."),
     "env": ("monoblock.cli.env", "Show installed versions, devices, and the default device and dtype."),
 }

@@ -1,0 +1,161 @@
+"""Pictures of architectures: what is drawn follows from the configuration, and its parameters add up."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import monoblock as mb
+from monoblock.cli.main import run
+
+PICTURES = Path(__file__).parents[2] / "docs/pictures"
+
+
+def texts(picture):
+    """Return the texts of a picture with their heights, from the bottom of the picture to its top."""
+    found = [
+        (float(element.get("y")), element.text)
+        for element in ElementTree.fromstring(picture.svg).iter()
+        if element.tag.endswith("text")
+    ]
+    return [text for _, text in sorted(found, key=lambda item: -item[0])]
+
+
+def column(picture, *words):
+    """Return those of the words that the picture has, from its bottom to its top, as often as they stand there."""
+    return [text for text in texts(picture) if text in words]
+
+
+def without_final_norm(**knobs):
+    config = mb.vary(mb.gpt(vocab=61, width=24, depth=5, heads=3, context=17), **knobs)
+    return replace(config, decoder=replace(config.decoder, norm=None))
+
+
+@pytest.mark.parametrize("name", mb.PRESETS)
+def test_the_parameters_in_the_boxes_add_up_to_those_of_the_model(name):
+    assert mb.draw(name).parameters == mb.account(name).parameters
+
+
+@pytest.mark.parametrize("name", mb.PRESETS)
+def test_a_picture_is_one_svg_whose_texts_and_boxes_lie_inside(name):
+    root = ElementTree.fromstring(mb.draw(name).svg)
+    left, top, width, height = map(float, root.get("viewBox").split())
+    for element in root.iter():
+        kind = element.tag.rpartition("}")[2]
+        if kind == "rect":
+            x, y, w, h = (float(element.get(key)) for key in ("x", "y", "width", "height"))
+            assert left <= x
+            assert x + w <= left + width
+            assert top <= y
+            assert y + h <= top + height
+        if kind == "text":
+            assert left < float(element.get("x")) < left + width
+            assert top < float(element.get("y")) < top + height
+
+
+@pytest.mark.parametrize("name", mb.PRESETS)
+def test_no_text_of_a_box_is_wider_than_it(name):
+    root = ElementTree.fromstring(mb.draw(name).svg)
+    boxes = []
+    for element in root.iter():
+        kind = element.tag.rpartition("}")[2]
+        if kind == "rect" and element.get("rx") == "6":
+            x, y, w, h = (float(element.get(key)) for key in ("x", "y", "width", "height"))
+            boxes.append((x, y, x + w, y + h))
+        if kind == "text" and element.get("text-anchor") == "middle":
+            x, y = float(element.get("x")), float(element.get("y"))
+            half = len(element.text) * (7.0 if element.get("class") == "title" else 5.4) / 2
+            for x0, y0, x1, y1 in boxes:
+                if x0 < x < x1 and y0 < y < y1:
+                    assert min(x - half - x0, x1 - x - half) >= 0, element.text
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("pre", ["LayerNorm", "masked self-attention", "LayerNorm", "feed-forward"]),
+        ("post", ["masked self-attention", "LayerNorm", "feed-forward", "LayerNorm"]),
+        ("output", ["masked self-attention", "LayerNorm", "feed-forward", "LayerNorm"]),
+        ("sandwich", ["LayerNorm", "masked self-attention", "LayerNorm", "LayerNorm", "feed-forward", "LayerNorm"]),
+    ],
+)
+def test_norms_stand_where_the_configuration_says(place, expected):
+    config = without_final_norm(norm_place=place)
+    assert column(mb.draw(config), "LayerNorm", "masked self-attention", "feed-forward") == expected
+
+
+def test_a_post_norm_follows_the_sum_and_an_output_norm_precedes_it():
+    sums = {}
+    for place in ("post", "output"):
+        root = ElementTree.fromstring(mb.draw(without_final_norm(norm_place=place)).svg)
+        norm = min(float(e.get("y")) for e in root.iter() if e.text == "LayerNorm")
+        circles = [float(e.get("cy")) for e in root.iter() if e.tag.endswith("circle")]
+        sums[place] = (norm, min(circles))
+    assert sums["post"][0] < sums["post"][1]  # y grows downwards
+    assert sums["output"][0] > sums["output"][1]
+
+
+def test_an_encoder_decoder_has_cross_attention_in_the_decoder_only():
+    picture = mb.draw("vaswani-base")
+    words = ("self-attention", "masked self-attention", "cross-attention", "feed-forward")
+    assert sorted(column(picture, *words)) == sorted([*words, "feed-forward"])
+    assert {"source ids (B, S)", "target ids (B, T)", "that of the source", "sinusoids"} <= set(texts(picture))
+
+
+def test_parallel_branches_have_their_own_norms_or_one():
+    two, one = mb.draw("pythia-160m"), mb.draw("gptj-6b")
+    assert len(column(two, "LayerNorm")) == 3  # with the norm after the last block
+    assert len(column(one, "LayerNorm")) == 2
+
+
+def test_experts_windows_positions_and_groups_are_named():
+    mixtral, gemma = texts(mb.draw("mixtral-8x7b")), texts(mb.draw("gemma2-2b"))
+    assert {"mixture of experts", "2 of 8 experts for each token", "router", "32 heads, 8 for keys and values"} <= {
+        *mixtral
+    }
+    assert {"window of 4,096 (13 of 26)", "soft cap", "rotate"} <= {*gemma}
+    assert "ALiBi positions" in texts(mb.draw("bloom-560m"))
+    assert "relative positions, 32 buckets" in texts(mb.draw("t5-small"))
+    assert {"token embedding", "30,000 × 128", "projection", "one set of weights"} <= {
+        *texts(mb.draw("albert-xxlarge"))
+    }
+
+
+def test_every_kind_of_block_has_a_frame_with_its_layers():
+    assert [text for text in texts(mb.draw("modernbert-base")) if re.match("× |layers? ", text)] == [
+        "layer 0", "× 1", "layers 1 to 21", "× 21",
+    ]  # fmt: skip
+
+
+def test_a_model_and_a_changed_configuration_are_drawn():
+    model = mb.Transformer(mb.llama(vocab=67, width=20, depth=3, heads=5, context=19))
+    assert mb.draw(model).parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert mb.draw(model)._repr_svg_() == mb.draw(model.config).svg
+
+
+def test_a_name_is_written_as_text():
+    picture = mb.draw(mb.gpt(vocab=61, width=24, depth=5, heads=3, context=17), name="<script>alert(1)</script>")
+    assert "<script" not in picture.svg
+
+
+def test_only_transformers_are_drawn_and_only_as_svg(tmp_path):
+    with pytest.raises(mb.ConfigError, match="only Transformers are drawn"):
+        mb.draw(mb.RecurrentConfig(vocab=61, width=24))
+    with pytest.raises(mb.InputError, match=r"write .*block\.svg, not .*block\.png"):
+        mb.draw("gpt2").save(tmp_path / "block.png")
+
+
+def test_the_verb_writes_the_picture_of_a_changed_preset(tmp_path, capsys):
+    path = tmp_path / "block.svg"
+    assert run(["draw", "gpt2", "norm=rms", "gated=true", "--out", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}\n"
+    assert "RMSNorm" in path.read_text()
+    assert "gpt2 norm=rms gated=true" in path.read_text()
+    assert run(["draw", "gpt3", "--out", str(path)]) == 2
+    assert "there is no preset 'gpt3'; did you mean" in capsys.readouterr().err
+
+
+def test_the_picture_in_the_documentation_is_the_one_that_is_drawn():
+    assert (PICTURES / "vaswani-base.svg").read_text(encoding="utf-8") == mb.draw("vaswani-base").svg
