@@ -31,7 +31,7 @@ PAGES = (
     ),
     ("training", "Training and evaluation", ("runs", "training", "tasks", "tokenizers")),
     ("decoding", "Decoding", ("decoding", "parallel")),
-    ("inspection", "Inspection, doctor and counting", ("inspection", "doctor", "interop.account")),
+    ("inspection", "Inspection, doctor and counting", ("inspection", "doctor", "interop.account", "plots")),
     ("errors", "Errors", ("errors",)),
 )
 SPECIAL = ("__call__", "__getitem__", "__len__", "__iter__")
