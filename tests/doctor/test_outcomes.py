@@ -424,15 +424,15 @@ def test_every_argument_is_explained():
 # -- what was not checked -------------------------------------------------------------------------------------------
 
 
-def test_what_was_not_checked_is_grouped_by_what_to_hand_over():
+def test_what_else_could_be_handed_over_is_one_line_with_every_argument():
     report = examine(GPT)
-    lines = describe_not_checked(report.not_checked)
-    batch = "hand over batch=(ids, labels) to check: label_shift, pad_in_loss, initial_loss, overfit, repeated_data"
-    assert batch in lines
-    assert sum("batch=" in line for line in lines) == 1
-    assert len(lines) < len(report.not_checked) / 1.5
-    assert f"  {batch}" in str(report).splitlines()
-    assert f"<li>{batch}</li>" in render_html(report)
+    (line,) = (line for line in str(report).splitlines() if "hand over" in line)
+    assert line == str(report).splitlines()[-1]
+    for argument in ("pad_id=0", "cached=f", "batch=(ids, labels)", "step=f", "optimizer=…", "tokenizer=…"):
+        assert argument in line
+    assert "if the model has it" in line
+    assert line.index("step=f") < line.index("if the model has it") < line.index("window=4 (a window)")
+    assert f"<li>{line}</li>" in render_html(report)
     rows = report.to_dict()["not_checked"]
     assert len(rows) == len(report.not_checked)
     assert "batch=(ids, labels)" in next(row["how"] for row in rows if row["check"] == "overfit")
@@ -443,9 +443,11 @@ def test_a_check_that_failed_keeps_a_line_of_its_own():
         NotChecked("a", "the model failed: x", "call it"),
         NotChecked("b", "no", "pass c=1", "c=1"),
         NotChecked("d", "none"),
+        NotChecked("e", "no", "pass f=2", "f=2", "wings"),
     ]
-    expected = ["hand over c=1 to check: b", "a: the model failed: x; call it", "does not apply: d (none)"]
-    assert describe_not_checked(rows) == expected
+    failed, inapplicable, last = describe_not_checked(rows)
+    assert (failed, inapplicable) == ("a: the model failed: x; call it", "does not apply: d (none)")
+    assert last == "to check more, hand over to mb.diagnose c=1; if the model has it f=2 (wings)"
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------

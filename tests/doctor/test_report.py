@@ -116,6 +116,75 @@ def test_chromium_shows_the_page_without_errors(report, tmp_path):
     assert "CONSOLE" not in shown.stderr
 
 
+def examined():
+    """A report on each kind of model: plain, a function, of transformers, ours, recurrent."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    table = torch.randn(61, 61)
+    plain = torch.nn.Sequential(torch.nn.Embedding(61, 12), torch.nn.Linear(12, 61))
+    sizes = {"vocab_size": 61, "n_embd": 24, "n_layer": 1, "n_head": 3, "n_positions": 40}
+    foreign = transformers.GPT2LMHeadModel(transformers.GPT2Config(bos_token_id=None, eos_token_id=None, **sizes))
+    yield "Sequential", mb.diagnose(plain, length=24)
+    yield "function of ids", mb.diagnose(lambda ids: table[ids], vocab=61, length=24)
+    yield "GPT2LMHeadModel", mb.diagnose(foreign)
+    yield "decoder-only", mb.diagnose(mb.Transformer(mb.tiny("gpt2")))
+
+
+def test_a_page_can_be_written_for_any_model(tmp_path):
+    for name, report in examined():
+        report.html(str(tmp_path / f"{name}.html"))
+        page = (tmp_path / f"{name}.html").read_text(encoding="utf-8")
+        assert page.startswith("<!doctype html>")
+        assert f"<h1>Report on {report.subject}</h1>" in page
+        assert all(result.name in page for result in report.checks)
+        assert page.count("<svg") >= 1, name
+    with pytest.raises(mb.FileError, match=r"nowhere/x\.html cannot be written: No such file"):
+        report.html(tmp_path / "nowhere/x.html")
+
+
+STUDENTS_FILE = """
+from torch import nn
+open("was_run", "w").close()
+class Part(nn.Module): pass
+class Base(nn.Module): pass
+class MyGPT(Base):
+    def __init__(self, vocab, width=12):
+        super().__init__()
+        self.token, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab)
+    def forward(self, ids):
+        return self.head(self.token(ids))
+class Config: pass
+"""
+
+
+def test_a_file_of_code_or_of_weights_is_answered_with_three_lines_that_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("gpt_of_a_student.py").write_text(STUDENTS_FILE)
+    for name in ("gpt_of_a_student.py", "gpt_of_a_student.pt"):
+        if name.endswith(".pt"):  # a pickle that would run code
+            Path(name).write_bytes(b"cos\nmkdir\n(S'was_unpickled'\ntR.")
+        code, printed, problem = run_verb("doctor", name)
+        assert (code, len(printed.splitlines()), len(problem.splitlines())) == (2, 3, 1)
+        assert "the three lines above" in problem
+        assert not Path("was_run").exists()
+        assert not Path("was_unpickled").exists()
+        with pytest.raises(mb.InputError, match="from gpt_of_a_student import MyGPT"):
+            mb.diagnose(name)
+        assert "model = MyGPT(vocab=...)" in printed
+        if name.endswith(".pt"):
+            model = {}
+            exec(STUDENTS_FILE, model)
+            torch.save(model["MyGPT"](61).state_dict(), name)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(printed.replace("vocab=...", "vocab=61"), {})
+        assert "FAIL  positions" in out.getvalue()
+        Path("was_run").unlink()
+    with pytest.raises(mb.FileError, match=r"no folder or file missing\.py"):
+        mb.diagnose("missing.py")
+
+
 def test_a_report_says_what_was_not_checked_and_how_to_hand_it_over():
     table = torch.randn(61, 61, generator=torch.Generator().manual_seed(0))
     report = mb.diagnose(lambda ids: table[ids], vocab=61, length=24)

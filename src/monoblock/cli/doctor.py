@@ -51,11 +51,12 @@ def command(
         raise ConfigError(
             "give the folder of a model, as in monoblock doctor runs/demo-1; or --inject FAULT, or --list"
         )
+    if model is not None and not as_json and (lines := _lines_to_write(model)):
+        click.echo("\n".join(lines))
+        raise ConfigError(f"{model} holds code, which is not run here; write the three lines above in Python")
     report = _examine(model, inject, checks)
     if html is not None:
-        from monoblock.doctor.html import write_html
-
-        write_html(report, html)
+        report.html(html)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -65,6 +66,12 @@ def command(
     suggest_next("doctor --list" if model is None else f"doctor {model} --inject no_causal_mask")
     if not report.ok:
         ctx.exit(CHECK_FAILED)
+
+
+def _lines_to_write(model: str) -> list[str]:
+    from monoblock.runs.diagnose import lines_to_write
+
+    return lines_to_write(Path(model))
 
 
 def _examine(model: str | None, inject: str | None, checks: str | None) -> Report:

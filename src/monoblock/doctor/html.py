@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from pathlib import Path
 
 from monoblock.doctor.dependence import Panels
 from monoblock.doctor.report import Finding, Report, describe_not_checked, format_evidence, headline
 from monoblock.doctor.svg import bar_chart, draw_panels
-from monoblock.errors import FileError
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; color: #1b1b1b; }
@@ -28,13 +26,6 @@ LEGEND = (
     "Each column changes one input and shows the outputs that move; darker is more, on a logarithmic scale. "
     '<span class="good">Blue</span> is expected, <span class="bad">orange</span> must not be.'
 )
-
-
-def write_html(report: Report, path: Path) -> None:
-    try:
-        path.write_text(render_html(report), encoding="utf-8")
-    except OSError as error:
-        raise FileError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def render_html(report: Report) -> str:

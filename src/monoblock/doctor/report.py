@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+from monoblock.errors import FileError
 
 Verdict = Literal["fail", "warn", "unsupported"]
 Evidence = Mapping[str, float | int | str]
@@ -54,7 +57,7 @@ class NotChecked:
     check: str
     reason: str
     how: str = ""  # "": the check does not apply to the model
-    hand_over: str = ""  # the argument that is missing; checks that lack the same one are listed together
+    hand_over: str = ""  # the argument that is missing
     condition: str = ""  # what the model must have for the argument to make sense
 
 
@@ -96,6 +99,15 @@ class Report:
             "not_checked": rows,
         }
 
+    def html(self, path: str | Path) -> None:
+        """Write the report as one HTML page with pictures, which needs nothing from outside."""
+        from monoblock.doctor.html import render_html  # which imports this module
+
+        try:
+            Path(path).write_text(render_html(self), encoding="utf-8")
+        except OSError as error:
+            raise FileError(f"{path} cannot be written: {error.strerror}") from None
+
     def __str__(self) -> str:
         return format_report(self)
 
@@ -128,30 +140,25 @@ def format_report(report: Report) -> str:
         more = f", for causality also of {report.lengths[1]}" if len(report.lengths) > 1 else ""
         lines += [f"probes: texts of {report.lengths[0]} tokens{more}"]
     lines += [f"note: {note}" for note in report.notes]
-    if report.not_checked:
-        lines += ["", "not checked (the arguments are those of mb.diagnose):"]
-        lines += [f"  {line}" for line in describe_not_checked(report.not_checked)]
+    lines += describe_not_checked(report.not_checked)
     return "\n".join(lines)
 
 
 def describe_not_checked(rows: Sequence[NotChecked]) -> list[str]:
-    """Return a line for each thing to hand over, with the checks that wait for it; then what does not apply."""
-    waiting: dict[str, list[str]] = {}
-    others: dict[str, list[str]] = {}
-    inapplicable: dict[str, list[str]] = {}  # what is missing, or the reason -> names of checks
+    """Return a line for each check that failed, one of what does not apply, and one of what else to hand over."""
+    failed = [f"{row.check}: {row.reason}; {row.how}" for row in rows if row.how and not row.hand_over]
+    reasons: dict[str, list[str]] = {}
     for row in rows:
-        group, key = (waiting, row.hand_over) if row.hand_over else (others, f"{row.reason}; {row.how}")
-        group, key = (group, key) if row.how else (inapplicable, row.reason)
-        group.setdefault(key, []).append(row.check)
-    conditions = {row.hand_over: row.condition for row in rows if row.condition}
-    always = {what: names for what, names in waiting.items() if what not in conditions}
-    lines = [f"hand over {what} to check: {', '.join(names)}" for what, names in always.items()]
-    if conditions:
-        parts = [f"{what} ({why}): {', '.join(waiting[what])}" for what, why in conditions.items()]
-        lines.append(f"hand over, if the model has it, {'; '.join(parts)}")
-    lines += [f"{', '.join(names)}: {reason}" for reason, names in others.items()]
-    reasons = [f"{', '.join(names)} ({reason})" for reason, names in inapplicable.items()]
-    return lines + ([f"does not apply: {'; '.join(reasons)}"] if reasons else [])
+        if not row.how:
+            reasons.setdefault(row.reason, []).append(row.check)
+    parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
+    lines = failed + ([f"does not apply: {'; '.join(parts)}"] if parts else [])
+    always = dict.fromkeys(row.hand_over for row in rows if row.hand_over and not row.condition)
+    if_it_has = dict.fromkeys(f"{row.hand_over} ({row.condition})" for row in rows if row.hand_over and row.condition)
+    waiting = [", ".join(always), f"if the model has it {', '.join(if_it_has)}" if if_it_has else ""]
+    if any(waiting):
+        lines.append(f"to check more, hand over to mb.diagnose {'; '.join(filter(None, waiting))}")
+    return lines
 
 
 def headline(report: Report) -> str:

@@ -39,7 +39,7 @@ REQUIREMENTS: dict[str, Requirement] = {
     ),
     "per_token": Requirement(lambda e: e.is_per_token, "the model gives one output for a text"),
     "mask": Requirement(
-        lambda e: e.subject.takes_mask, "the model takes no mask", "mask_argument='attention_mask' or pad_id=0"
+        lambda e: e.subject.takes_mask, "the model takes no mask", "pad_id=0", " or mask_argument='attention_mask'"
     ),
     "prefix": Requirement(
         lambda e: e.subject.takes_prefix,
@@ -62,8 +62,8 @@ REQUIREMENTS: dict[str, Requirement] = {
     "cache": Requirement(
         lambda e: e.subject.has_cache,
         "there is no cached step",
-        "cached=f, where f(ids, state) returns the logits of the next ids and the new state,",
-        " which is None at first",
+        "cached=f",
+        ", where f(ids, state) returns the logits of the next ids and the new state, which is None at first",
     ),
     "source": Requirement(
         lambda e: e.subject.source is not None and e.subject.takes_source_mask,

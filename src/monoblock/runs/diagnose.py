@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from pathlib import Path
 from typing import Any, Unpack
@@ -28,6 +29,9 @@ from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.metrics_file import METRICS_FILE, read_metrics
 
 CHEAP_SECONDS = 1.2  # after which no further check is begun before a training
+CODE = (".py", ".ipynb")
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+MAX_CODE = 1_000_000  # bytes of a file in which a class is looked for
 
 
 def diagnose(model: Any, **options: Unpack[DiagnoseOptions]) -> Report:
@@ -65,11 +69,54 @@ def diagnose(model: Any, **options: Unpack[DiagnoseOptions]) -> Report:
     folder = resolve_model_path(model)
     if not folder.exists():
         raise FileError(f"there is no folder or file {folder}; train a model first, or give the folder of a model")
+    if lines := lines_to_write(folder):
+        raise InputError(f"{folder} holds code, which is not run here; write in Python: {'; '.join(lines)}")
     found = read_folder(folder)
     given = {name: value for name, value in options.items() if value is not None}
     report = diagnose_model(found.pop("model"), **{**found, **given})
     report.subject = f"{folder} ({report.subject})"
     return report
+
+
+def lines_to_write(path: Path) -> list[str]:
+    """Return the Python that examines the model of a file of code or of pickled weights; [] for other files.
+
+    Neither is run or unpickled here.
+    """
+    if path.suffix not in CODE + PICKLES or not path.is_file():
+        return []
+    source = path.with_suffix(".py")
+    call = _call_of_last_module(source) or "GPT(...)"
+    module = source.stem if source.stem.isidentifier() else "my_file"
+    weights = f"; model.load_state_dict(torch.load({path.name!r}, weights_only=True))" if path.suffix in PICKLES else ""
+    return [
+        f"import torch, monoblock as mb; from {module} import {call.partition('(')[0]}",
+        f"model = {call}{weights}",
+        "print(mb.diagnose(model))",
+    ]
+
+
+def _call_of_last_module(path: Path) -> str | None:
+    """Return the call that builds the last nn.Module of a file, with the arguments it needs; the file is not run."""
+    if not path.is_file() or path.stat().st_size > MAX_CODE:
+        return None
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    calls: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and any(
+            ast.unparse(base).endswith("Module") or ast.unparse(base) in calls for base in node.bases
+        ):
+            init = next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"), None)
+            names = (
+                []
+                if init is None
+                else [a.arg for a in init.args.args[1 : len(init.args.args) - len(init.args.defaults)]]
+            )
+            calls[node.name] = f"{node.name}({', '.join(f'{name}=...' for name in names)})"
+    return next(reversed(calls.values()), None)
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
