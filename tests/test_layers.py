@@ -33,7 +33,7 @@ WITHOUT_TORCH = {"errors", "untrusted_files", "config", "accounting"}
 STRANGERS = {"training", "decoding", "interop", "inspection"}  # none of them imports another
 PRINTS = {"cli", "__main__"}
 
-# The only imports from a floor above: inside these methods of the two model classes.
+# The only imports from a floor above: inside these methods of the two model classes; and a report writes its own page.
 FACADE_METHODS = {
     "generate": "decoding",
     "stream": "decoding",
@@ -41,6 +41,7 @@ FACADE_METHODS = {
     "save_pretrained": "interop",
 }
 FACADE = {(module, *row) for module in ("nn.transformer", "nn.recurrent.lstm") for row in FACADE_METHODS.items()}
+FACADE.add(("doctor.report", "html", "doctor"))
 
 PACKAGE = Path(monoblock.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
