@@ -1,5 +1,6 @@
 """What a report says beside findings: what a model does not support, what does not apply, what to hand over."""
 
+import html
 import itertools
 import json
 import math
@@ -432,7 +433,7 @@ def test_what_else_could_be_handed_over_is_one_line_with_every_argument():
         assert argument in line
     assert "if the model has it" in line
     assert line.index("step=f") < line.index("if the model has it") < line.index("window=4 (a window)")
-    assert f"<li>{line}</li>" in render_html(report)
+    assert f"<li>{html.escape(line)}</li>" in render_html(report)
     rows = report.to_dict()["not_checked"]
     assert len(rows) == len(report.not_checked)
     assert "batch=(ids, labels)" in next(row["how"] for row in rows if row["check"] == "overfit")
