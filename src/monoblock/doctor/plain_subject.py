@@ -98,6 +98,7 @@ class PlainSubject(Subject):
             self._read_output(options.kind)
             self._find_mask()
             self._find_positions()
+            self._find_own_loss()
         self.declared = self._declare(options)
         self._cached = options.cached
         self.has_cache = options.cached is not None
@@ -264,6 +265,41 @@ class PlainSubject(Subject):
             self.positions_argument = name if fits else None
         self.left_padding = self.left_padding and self.positions_argument is not None
 
+    def _find_own_loss(self) -> None:
+        """Find the loss that the forward pass returns when it is given targets."""
+        self.loss_argument = next((name for name in TARGET_NAMES if name in self.parameters), None)
+        if self.loss_argument is None or self.module is None or self.reads_source or not self.per_token:
+            return
+        ids, outputs = super().probe(rows=2), list[nn.Module]()
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.shape == logits.shape:
+                outputs.append(module)
+
+        logits = self.logits(ids)
+        handles = [module.register_forward_hook(hook) for module in self.module.modules()]
+        try:
+            is_known = _scalar(self.function(ids, **{self.loss_argument: ids})) is not None
+        except Exception:  # the argument means something else
+            is_known = False
+        finally:
+            for handle in handles:
+                handle.remove()
+        if is_known and outputs:
+            self.head, self.own_loss = outputs[-1], self._loss_of_forward
+
+    def _loss_of_forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss that the forward pass computes where its head gives these logits."""
+        assert self.loss_argument is not None
+        handle = self.head.register_forward_hook(lambda module, inputs, output: logits)
+        try:
+            ids = torch.zeros(labels.shape, dtype=torch.long, device=self.device)
+            loss = _scalar(self.function(ids, **{self.loss_argument: labels.contiguous()}))
+        finally:
+            handle.remove()
+        assert loss is not None
+        return loss
+
     def _declare(self, options: PlainOptions) -> Declared:
         config = getattr(self.module, "config", None)
         owners = (self.module, config)
@@ -318,3 +354,10 @@ class PlainSubject(Subject):
         extra = (mask,) if self.passes_mask_to_cache and mask is not None else ()
         output, state = self._cached(ids, state, *extra)
         return to_rows(output_tensor(output), self.layout, len(ids)), state
+
+
+def _scalar(output: Any) -> Tensor | None:
+    """Return the loss among the outputs of a model: a single number."""
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else (output,)
+    found = [value for value in (*values, getattr(output, "loss", None)) if isinstance(value, Tensor)]
+    return next((value for value in found if value.dim() == 0 and value.is_floating_point()), None)
