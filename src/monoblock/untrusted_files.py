@@ -41,6 +41,14 @@ def short_repr(value: object) -> str:
     return text if len(text) <= MAX_REPR_LENGTH else f"{text[:MAX_REPR_LENGTH]}…"
 
 
+TERMINAL_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but the ends of lines and tabs
+
+
+def show_controls(text: str) -> str:
+    """Write control characters, with which a text could take over the terminal that shows it, as <1B>."""
+    return TERMINAL_CONTROLS.sub(lambda match: f"<{ord(match[0]):02X}>", text)
+
+
 @contextmanager
 def reading(path: object) -> Iterator[None]:
     """Turn every exception that is not one of the package into a FileError that names the file or folder `path`.

@@ -32,12 +32,24 @@ def test_the_last_layer_of_the_lens_is_the_model_and_the_first_layers_are_trunca
         logits = model(*inputs_of(model))[0]
     stack = model.config.decoder
     assert len(layers) == len(list(stack.layers())) + 1
-    assert torch.equal(layers[-1].tokens[:, 0], logits.argmax(-1))
+    assert torch.equal(layers[-1].tokens[0, :, 0], logits.argmax(-1))
     assert (layers[-1].final_rank == 1).all()
     first = mb.trace(model, *inputs_of(model), names="decoder.0.output")["decoder.0.output"]
     last = f"decoder.{len(layers) - 2}.output"
     early = mb.trace(model, *inputs_of(model), edits=mb.patch(last, {last: first}))
-    assert torch.equal(layers[1].tokens[:, 0], early.logits[0].argmax(-1))
+    assert torch.equal(layers[1].tokens[0, :, 0], early.logits[0].argmax(-1))
+
+
+def test_the_lens_of_several_rows_is_that_of_each_row():
+    model = build("gpt2")
+    ids = torch.randint(1, 61, (3, 7), generator=torch.Generator().manual_seed(5))
+    together = logit_lens(model, ids, top=2)
+    for row in range(3):
+        for of_all, of_one in zip(together, logit_lens(model, ids[row : row + 1], top=2), strict=True):
+            assert of_all.tokens.shape == (3, 7, 2)
+            assert torch.equal(of_all.tokens[row], of_one.tokens[0])
+            assert torch.equal(of_all.final_rank[row], of_one.final_rank[0])
+            torch.testing.assert_close(of_all.probabilities[row], of_one.probabilities[0], rtol=0, atol=2e-5)
 
 
 def test_the_lens_needs_a_head_over_tokens():

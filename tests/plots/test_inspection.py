@@ -198,6 +198,35 @@ def test_tokens_are_readable():
     assert drawable("aé中") == f"aé{MISSING_GLYPH}"
 
 
+@pytest.mark.parametrize("options", [{"kind": "bpe"}, {"kind": "bpe", "marker": "▁"}, {"kind": "unigram"}])
+def test_an_emoji_is_shown_after_the_mark_of_its_space(options):
+    family, new = "\N{WOMAN}\u200d\N{GIRL}", "\U0001fae8"  # joined; and newer than the tables of Python 3.11
+    texts = [f"I am {family} and {new} or a\u2028b\n"] * 50
+    tokenizer = mb.Tokenizer.train(options.pop("kind"), texts, 400, **options)
+    tokens = readable_tokens(tokenizer, tokenizer.encode(f"I {family} {new}"))
+    assert tokens[1:] == [f"␣{family}", f"␣{new}"]
+    for token in readable_tokens(tokenizer, range(tokenizer.vocab_size)):
+        assert "E2 90 A3" not in token
+        assert "\u2028" not in token
+
+
+def test_bytes_that_are_no_character_are_shown_after_the_mark_of_their_space():
+    faces = [chr(ord("\N{CAT FACE}") + number) for number in range(5)]  # whose first three bytes are the same
+    tokenizer = mb.Tokenizer.train("bpe", [f" {face}\n" * 50 for face in faces], 262)
+    assert "␣<F0 9F 90>" in readable_tokens(tokenizer, range(tokenizer.vocab_size))
+
+
+def test_a_place_holder_in_a_token_stays_a_token(tmp_path):
+    marks = ["{{DATA}}", "{{SECTIONS}}", "{{OTHER}}"]
+    maps = [AttentionMap("decoder.0.attention", np.ones((2, 3, 3)) / 3, marks, marks)]
+    section = Section("Tokens {{DATA}}", "{{TITLE}}", [], [(("x",), [("{{DATA}}",)])])
+    text = save_page(tmp_path / "page.html", "{{DATA}}", "{{NAVIGATION}}", [section], maps).read_text(encoding="utf-8")
+    (data,) = json.loads(re.search(r'type="application/json">(.*?)</script>', text, re.S)[1])
+    assert data["queries"] == marks
+    assert "<td>{{DATA}}</td>" in text
+    assert text.count("decoder.0.attention") == 1
+
+
 def test_the_mean_by_offset_is_that_of_the_diagonals():
     matrix = torch.arange(9.0).view(3, 3)
     offsets, means, deviations = mean_by_offset(matrix)

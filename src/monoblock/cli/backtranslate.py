@@ -13,7 +13,7 @@ import click
 
 from monoblock.cli._shared.decoding_options import drop_unset
 from monoblock.cli._shared.model_options import device_option, dtype_option, load_pipeline
-from monoblock.cli._shared.output import json_option, print_json, suggest_next
+from monoblock.cli._shared.output import echo, json_option, print_json, suggest_next
 from monoblock.cli._shared.progress import ProgressBar
 from monoblock.errors import ConfigError, FileError
 
@@ -97,7 +97,7 @@ def command(
         print_json({"file": str(out), "pairs": count, "left_out": skipped, "method": method, "noise": noise_list})
     else:
         note = f"; skipped {skipped:,} lines that are empty or longer than the context" if skipped else ""
-        click.echo(f"Saved {out}: {count:,} pairs{note}")
+        echo(f"Saved {out}: {count:,} pairs{note}")
     suggest_next(f"train RECIPE seq2seq.synthetic={shlex.quote(str(out))} seq2seq.synthetic_ratio=1")
 
 

@@ -12,7 +12,7 @@ import click
 
 from monoblock import __version__
 from monoblock.cli._shared.model_options import device_option, dtype_option, resolve_device
-from monoblock.cli._shared.output import format_bytes, json_option, print_json, print_table, suggest_next
+from monoblock.cli._shared.output import echo, format_bytes, json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, FileError, did_you_mean, with_article
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _measure_all(
         out.write_text(format_markdown(report, report["source"]), encoding="utf-8")
     if as_json:
         return print_json(report)
-    click.echo(describe(report))
+    echo(describe(report))
     print_table(SUITE_COLUMNS, [table_cells(row) for row in report["rows"]])
     suggest_next("bench gpt2 --batch 8")
 
@@ -185,7 +185,7 @@ def _load_model(
         lengths = _choose_lengths(model.config, prompt, new)
     elif what in PRESETS:
         lengths = _choose_lengths(preset(what), prompt, new)
-        click.echo(f"building {what} with random weights", err=True)
+        echo(f"building {what} with random weights", err=True)
         torch.manual_seed(0)
         model = Transformer(preset(what)).to(device=device, dtype=torch_dtype)
     else:
@@ -219,7 +219,7 @@ def _decode_speed(rate: float | None, batch: int) -> tuple[float | None, float |
 
 def print_report(report: dict[str, Any]) -> None:
     sequences = f"{report['batch']} sequences" if report["batch"] > 1 else "one sequence"
-    click.echo(
+    echo(
         f"{report['model']}, {report['dtype']} on {report['device']}, {report['threads']} threads, "
         f"torch {report['torch']}: {sequences}, {report['prompt']} prompt tokens and {report['new']} new tokens, "
         f"key/value cache {format_bytes(report['kv_cache_bytes'])}"
@@ -236,4 +236,4 @@ def print_report(report: dict[str, Any]) -> None:
     ]
     print_table(COLUMNS, rows)
     for name, reason in report["absent"].items():
-        click.echo(f"{name}: {reason}", err=True)
+        echo(f"{name}: {reason}", err=True)

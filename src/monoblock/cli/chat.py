@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from monoblock.cli._shared.decoding_options import (
     stop_option,
 )
 from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
-from monoblock.cli._shared.output import suggest_next
+from monoblock.cli._shared.output import dump_json, echo, suggest_next
 from monoblock.errors import InputError
 
 if TYPE_CHECKING:
@@ -60,11 +59,11 @@ def command(
     system_messages = [] if system is None else [{"role": "system", "content": system}]
     messages = list(system_messages)
     if sys.stdin.isatty():
-        click.echo("/reset starts over, /exit or Ctrl-D quits", err=True)
+        echo("/reset starts over, /exit or Ctrl-D quits", err=True)
     for line in _read_user_messages():
         if line == "/reset":
             messages = list(system_messages)
-            click.echo("new conversation", err=True)
+            echo("new conversation", err=True)
             continue
         prompt = [*messages, {"role": "user", "content": line}]
         try:
@@ -72,7 +71,7 @@ def command(
         except InputError as problem:  # usually because the conversation is longer than the context
             if not sys.stdin.isatty():
                 raise
-            click.echo(f"{problem} (/reset starts over)", err=True)
+            echo(f"{problem} (/reset starts over)", err=True)
     suggest_next(f"bench {shlex.quote(model)}")
 
 
@@ -83,7 +82,7 @@ def _generate_reply(
     text = "".join(chunks) if as_json else print_stream(chunks)
     reply = {"role": "assistant", "content": text.strip()}
     if as_json:
-        click.echo(json.dumps(reply, ensure_ascii=False))
+        echo(dump_json(reply))
     return reply
 
 
@@ -91,8 +90,7 @@ def _read_user_messages() -> Iterator[str]:
     """Yield the non-empty lines of standard input, until it ends or a line is /exit."""
     while True:
         if sys.stdin.isatty():
-            sys.stderr.write("> ")
-            sys.stderr.flush()
+            echo("> ", err=True, nl=False)
         line = sys.stdin.readline()
         if not line or line.strip() == "/exit":
             return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
-from monoblock.cli._shared.output import json_option, print_json, print_table
+from monoblock.cli._shared.output import echo, json_option, print_json, print_table
 from monoblock.errors import ConfigError
 from monoblock.experiments.names import EXPERIMENTS
 
@@ -98,9 +98,9 @@ def command(
     if not table:
         try:
             for message in run_trials(record, trials, request):
-                click.echo(message, err=True)
+                echo(message, err=True)
         except KeyboardInterrupt:
-            click.echo("Finished trials are kept; the same command goes on with the others.", err=True)
+            echo("Finished trials are kept; the same command goes on with the others.", err=True)
             raise
     report = Report(record, tuple(select_results(record, trials, request)), note)
     if not report.results:
@@ -108,10 +108,10 @@ def command(
         places, verb = " and ".join(map(str, (folder, *results))), "have" if results else "has"
         raise ConfigError(f"{places} {verb} no results of {experiment} with these options{hint}")
     if hidden := count_hidden(record, trials, request):
-        click.echo(f"{hidden} results with the packaged corpus are left out beside those with the real one", err=True)
+        echo(f"{hidden} results with the packaged corpus are left out beside those with the real one", err=True)
     if write is not None:
         for path in write_page(report, write):
-            click.echo(f"Saved {path}", err=True)
+            echo(f"Saved {path}", err=True)
     _save_and_print(report, folder, as_json)
 
 
@@ -141,22 +141,22 @@ def _print_plan(record: Experiment, request: Request, as_json: bool) -> None:
     if as_json:
         print_json(plan)
         return
-    click.echo(f"Claim ({record.source}): {record.claim}\nBudget: {plan['budget']}\nData: {plan['data']}")
+    echo(f"Claim ({record.source}): {record.claim}\nBudget: {plan['budget']}\nData: {plan['data']}")
     if notice := describe_stand_in(record, trials):
-        click.echo(notice)
+        echo(notice)
     if request.smoke:
-        click.echo("This is a smoke run: a few steps on toy data, whatever the budget says")
+        echo("This is a smoke run: a few steps on toy data, whatever the budget says")
     if request.overrides:
-        click.echo(f"This call sets, whatever the budget says: {' '.join(request.overrides)}")
+        echo(f"This call sets, whatever the budget says: {' '.join(request.overrides)}")
     if options := [f"{key}={value}" for key, value in plan["settings"]["options"].items() if value not in ("", None)]:
-        click.echo(f"Options: {', '.join(options)}")
-    click.echo(f"Seeds: {', '.join(map(str, plan['seeds']))}; trials: {len(trials)}\n")
+        echo(f"Options: {', '.join(options)}")
+    echo(f"Seeds: {', '.join(map(str, plan['seeds']))}; trials: {len(trials)}\n")
     print_table(["arm", "what it is"], [[arm["arm"], arm["about"]] for arm in plan["arms"] if arm["chosen"]])
     if left_out := [arm["arm"] for arm in plan["arms"] if not arm["chosen"]]:
-        click.echo(f"\nMore arms, for arms=: {', '.join(left_out)}")
-    click.echo("\nRules:")
+        echo(f"\nMore arms, for arms=: {', '.join(left_out)}")
+    echo("\nRules:")
     for rule in record.rules:
-        click.echo(f"- {rule.statement}: {rule.bound}")
+        echo(f"- {rule.statement}: {rule.bound}")
 
 
 def _plan(record: Experiment, trials: list[Trial]) -> dict[str, Any]:
@@ -203,17 +203,17 @@ def _save_and_print(report: Report, folder: Path, as_json: bool) -> None:
         print_json(report.to_json())
     else:
         if stand_in := report.about()["stand_in"]:
-            click.echo(f"The corpus of the recipe was not there; the packaged corpus {stand_in} stood in for it.\n")
+            echo(f"The corpus of the recipe was not there; the packaged corpus {stand_in} stood in for it.\n")
         for one in report.by_machine():
             if len(report.by_machine()) > 1:
-                click.echo(f"\n{', '.join(one.machines)}")
+                echo(f"\n{', '.join(one.machines)}")
             for title, columns, rows in one.tables():
                 if title:
-                    click.echo(f"\n{title}, by {report.experiment.curves[title]}")
+                    echo(f"\n{title}, by {report.experiment.curves[title]}")
                 print_table(columns, rows)
-            click.echo()
+            echo()
             _print_conclusions(one)
-    click.echo(f"Saved {folder / 'result.json'}{plot}", err=True)
+    echo(f"Saved {folder / 'result.json'}{plot}", err=True)
 
 
 def _print_conclusions(report: Report) -> None:
@@ -221,7 +221,7 @@ def _print_conclusions(report: Report) -> None:
     conclusions = report.conclusions()
     for conclusion in conclusions:
         if conclusion.verdict != "not measured":
-            click.echo(conclusion.sentence())
+            echo(conclusion.sentence())
     if count := sum(conclusion.verdict == "not measured" for conclusion in conclusions):
         rules, need = ("rule", "needs") if count == 1 else ("rules", "need")
-        click.echo(f"{count} more {rules} {need} other arms or seeds; --dry-run shows all rules.")
+        echo(f"{count} more {rules} {need} other arms or seeds; --dry-run shows all rules.")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
-from monoblock.cli._shared.output import suggest_next
+from monoblock.cli._shared.output import dump_json, echo, suggest_next
 from monoblock.errors import ConfigError
 
 
@@ -62,9 +61,9 @@ def command(
     from monoblock.interop.convert import merge_adapter, open_model, write_model
 
     with open_model(source, ignore_fields=ignore_fields) as base, merge_adapter(base, adapter) as model:
-        click.echo(f"Read {source}: {model.model.config.family}", err=True)
+        echo(f"Read {source}: {model.model.config.family}", err=True)
         write_model(model, target, target_format, kind=kind, family=family, with_tokenizer=not no_tokenizer)
-        certificate = certify(model, target, target_format, lambda line: click.echo(line, err=True))
+        certificate = certify(model, target, target_format, lambda line: echo(line, err=True))
     if target_format == "monoblock":
         suggest_next(f"account {target}")
-    click.echo(json.dumps(certificate._asdict()))
+    echo(dump_json(certificate._asdict()))

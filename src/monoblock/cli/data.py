@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from monoblock.cli._shared.number_types import NumberRange
-from monoblock.cli._shared.output import format_bytes, format_count, json_option, print_json, print_table, suggest_next
+from monoblock.cli._shared.output import (
+    echo,
+    format_bytes,
+    format_count,
+    json_option,
+    print_json,
+    print_table,
+    suggest_next,
+)
 from monoblock.cli._shared.progress import ProgressBar
 from monoblock.errors import ConfigError
 
@@ -25,7 +33,7 @@ FIRST_TOKENS = 64
 def command(ctx: click.Context) -> None:
     """Prepare token shards from any amount of text, or show them."""
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        echo(ctx.get_help())
 
 
 @command.command(
@@ -77,13 +85,13 @@ def prepare(
     loaded = None if tokenizer is None else Tokenizer.from_pretrained(tokenizer)
     jobs = len(os.sched_getaffinity(0)) if jobs is None and hasattr(os, "sched_getaffinity") else jobs
     if loaded is None and not is_token_folder(out):
-        click.echo(f"Training a {kind or 'bpe'} tokenizer on a sample of the text …", err=True)
+        echo(f"Training a {kind or 'bpe'} tokenizer on a sample of the text …", err=True)
     bar = ProgressBar("bytes")
 
     def show_start(total: int | None, done: int) -> None:
         bar.total, bar.done, bar.first, bar.start_time = total, done, done, time.monotonic()
         if done:
-            click.echo(f"{out} is not complete; going on after {format_bytes(done)}", err=True)
+            echo(f"{out} is not complete; going on after {format_bytes(done)}", err=True)
 
     with bar:
         result = prepare_tokens(
@@ -100,12 +108,12 @@ def prepare(
         print_json(summary | {"seconds": seconds})
         return
     if result.was_complete:
-        click.echo(f"{out} is already complete")
+        echo(f"{out} is already complete")
     _print_splits(result.manifest)
     if options["validation"] and result.manifest.valid is None:
-        click.echo("warning: nothing was drawn for validation; write a larger --validation, or 0", err=True)
+        echo("warning: nothing was drawn for validation; write a larger --validation, or 0", err=True)
     rate = (bar.done - bar.first) / max(1e-9, seconds)
-    click.echo(f"Saved {out}" + ("" if result.was_complete else f" ({format_bytes(int(rate))} per second)"))
+    echo(f"Saved {out}" + ("" if result.was_complete else f" ({format_bytes(int(rate))} per second)"))
     suggest_next(f"train gpt-tiny data.corpus={out}")
 
 
@@ -133,11 +141,11 @@ def show(folder: Path, split: str, verify: bool, as_json: bool) -> None:
     if as_json:
         print_json(_summary(folder, manifest) | {"verified": verify, "first_ids": ids, "first_text": text})
         return
-    click.echo(f"{tokenizer.kind}, {manifest.vocab:,} tokens, {(manifest.fingerprint or '')[:12]}, {manifest.dtype}")
+    echo(f"{tokenizer.kind}, {manifest.vocab:,} tokens, {(manifest.fingerprint or '')[:12]}, {manifest.dtype}")
     _print_splits(manifest)
-    click.echo(f"The first {len(ids)} tokens of {split}: {text!r}")
+    echo(f"The first {len(ids)} tokens of {split}: {text!r}")
     if verify:
-        click.echo("All files have the SHA-256 of the manifest.")
+        echo("All files have the SHA-256 of the manifest.")
     suggest_next(f"train gpt-tiny data.corpus={folder}")
 
 

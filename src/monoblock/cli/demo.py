@@ -9,7 +9,7 @@ import click
 
 from monoblock.cli._shared import showcase
 from monoblock.cli._shared.account_report import print_shares
-from monoblock.cli._shared.output import json_option, print_json, suggest_next
+from monoblock.cli._shared.output import echo, json_option, print_json, suggest_next
 from monoblock.errors import FileError
 
 ATTENTION_TEXT = "And God said, Let there be light: and there was light."
@@ -60,7 +60,7 @@ def command(out: Path, families: bool, picture: Path | None, seed: int, as_json:
         showcase.print_report(result["families"])
         showcase.print_diagrams()
         for picture in result["pictures"]:
-            click.echo(f"Saved {picture}")
+            echo(f"Saved {picture}")
     else:
         _print_report(result)
     suggest_next("account gpt2 --batch 8 --length 1024" if families else f"account {folder}")
@@ -75,18 +75,18 @@ def _draw_overview(path: Path, as_json: bool) -> None:
     if as_json:
         print_json({"picture": str(path)})
     else:
-        click.echo(f"Saved {path}")
+        echo(f"Saved {path}")
 
 
 def _check_families(folder: Path) -> dict[str, Any]:
     rows = []
     for name in showcase.SHOWCASE_PRESETS:
-        click.echo(f"building {name} …", err=True)
+        echo(f"building {name} …", err=True)
         rows.append(showcase.check_family(name))
     try:
         return {"families": rows, "pictures": showcase.save_pictures(folder)}
     except FileError as problem:  # without matplotlib, only text is shown
-        click.echo(f"no pictures: {problem}", err=True)
+        echo(f"no pictures: {problem}", err=True)
         return {"families": rows, "pictures": []}
 
 
@@ -124,23 +124,23 @@ def _draw_attention(folder: Path) -> str | None:
     try:
         return str(save_attention(folder, ATTENTION_TEXT, folder / "attention.png"))
     except FileError as problem:
-        click.echo(f"no picture: {problem}", err=True)
+        echo(f"no picture: {problem}", err=True)
         return None
 
 
 def _print_report(result: dict[str, Any]) -> None:
-    click.echo("\nLoss on books that were held out, in nats per token:")
+    echo("\nLoss on books that were held out, in nats per token:")
     baselines = result["baselines"]
     losses = {"uniform guess": baselines["uniform"], "token frequencies (unigram)": baselines["unigram"]}
     for name, loss in {**losses, "this model": result["loss"]}.items():
-        click.echo(f"  {name:<38}{loss:.3f}")
-    click.echo(f"\nA sample:\n\n{result['sample'].strip()}\n")
-    click.echo(f"{result['parameters']:,} parameters:")
+        echo(f"  {name:<38}{loss:.3f}")
+    echo(f"\nA sample:\n\n{result['sample'].strip()}\n")
+    echo(f"{result['parameters']:,} parameters:")
     print_shares("parameters", result["components"])
     doctor = result["doctor"]
-    click.echo(f"\nThe doctor made {len(doctor['checks'])} checks and has {len(doctor['findings']) or 'no'} findings.")
+    echo(f"\nThe doctor made {len(doctor['checks'])} checks and has {len(doctor['findings']) or 'no'} findings.")
     for finding in doctor["findings"]:
-        click.echo(f"  {finding['check']}: {finding['reason']}")
+        echo(f"  {finding['check']}: {finding['reason']}")
     if result["picture"] is not None:
-        click.echo(f'\nWhich tokens each head attends to in "{ATTENTION_TEXT}": {result["picture"]}')
-    click.echo(f"\nSaved {result['folder']}")
+        echo(f'\nWhich tokens each head attends to in "{ATTENTION_TEXT}": {result["picture"]}')
+    echo(f"\nSaved {result['folder']}")

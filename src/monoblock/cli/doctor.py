@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
+from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def command(
     if as_json:
         print_json(report.to_dict())
     else:
-        click.echo(str(report))
+        echo(str(report))
         if html is not None:
-            click.echo(f"Saved {html}")
+            echo(f"Saved {html}")
     suggest_next("doctor --list" if model is None else f"doctor {model} --inject no_causal_mask")
     if not report.ok:
         ctx.exit(CHECK_FAILED)
@@ -99,7 +99,7 @@ def _print_list(as_json: bool) -> None:
         print_json(rows)
         return
     print_table(("check", "group", "what holds if it passes"), checks)
-    click.echo()
+    echo()
     print_table(("fault", "found by", "what is planted"), faults)
 
 

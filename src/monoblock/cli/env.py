@@ -11,7 +11,7 @@ import click
 
 from monoblock import __version__
 from monoblock.cli._shared.model_options import choose_device, choose_dtype
-from monoblock.cli._shared.output import format_bytes, json_option, print_json, print_table, suggest_next
+from monoblock.cli._shared.output import echo, format_bytes, json_option, print_json, print_table, suggest_next
 
 REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "click", "rich", "tomli-w", "jinja2")
 OPTIONAL_PACKAGES = ("transformers", "sentencepiece", "gguf", "sacrebleu", "matplotlib", "torchao", "tensorboard")
@@ -95,9 +95,9 @@ def command(as_json: bool) -> None:
         return
     versions = [(name, installed or "not installed") for name, installed in environment["versions"].items()]
     print_table(("package", "version"), versions)
-    click.echo()
+    echo()
     print_table(("machine", ""), list(_machine_rows(environment["machine"]).items()))
-    click.echo()
+    echo()
     defaults = [(name, *choice.values()) for name, choice in environment["chosen"].items()]
     print_table(("default", "", "because"), defaults)
     suggest_next("demo")

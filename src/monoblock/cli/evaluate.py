@@ -21,7 +21,7 @@ from monoblock.cli._shared.model_options import (
     force_option,
     load_pipeline,
 )
-from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
+from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
 from monoblock.cli._shared.processes import join_processes, nproc_option
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.metrics.format import format_cell, format_change, format_metric, is_fraction
@@ -137,7 +137,7 @@ def command(
         _print_report(evaluation, seconds, as_json)
         failures = _failed_bounds(evaluation.metrics, bounds)
         for line in failures:
-            click.echo(f"check failed: {line}", err=True)
+            echo(f"check failed: {line}", err=True)
         if not failures:
             suggest_next(f"account {shlex.quote(model)}")
     if failures:
@@ -176,7 +176,7 @@ def _save_outputs(evaluation: Evaluation, model: Path, options: dict[str, Any]) 
     if options["save_words"] is not None and evaluation.word_frequencies is not None:
         evaluation.word_frequencies.write(options["save_words"])
     if options["picture"] is not None and evaluation.save_plot is not None:
-        click.echo(f"saved {evaluation.save_plot(options['picture'])}", err=True)
+        echo(f"saved {evaluation.save_plot(options['picture'])}", err=True)
     if options["card"]:
         from monoblock.runs.model_card import add_metrics
 
@@ -185,8 +185,8 @@ def _save_outputs(evaluation: Evaluation, model: Path, options: dict[str, Any]) 
 
 def _print_report(evaluation: Evaluation, seconds: float, as_json: bool) -> None:
     for note in evaluation.notes:
-        click.echo(f"note: {note}", err=True)
-    click.echo(f"evaluated in {seconds:.1f} s", err=True)
+        echo(f"note: {note}", err=True)
+    echo(f"evaluated in {seconds:.1f} s", err=True)
     if as_json:
         print_json(evaluation.metrics | {"samples": evaluation.samples})
         return
@@ -199,18 +199,18 @@ def _print_report(evaluation: Evaluation, seconds: float, as_json: bool) -> None
     if rescored is not None:
         print_table(["metric", "value", "rescored"], rows)
         change = format_change("accuracy", rescored["gain"])
-        click.echo(f"reranking by word frequencies changes accuracy by {change} (weight {rescored['weight']:g})")
+        echo(f"reranking by word frequencies changes accuracy by {change} (weight {rescored['weight']:g})")
     else:
         print_table(["metric", "value"], rows)
     for table in evaluation.tables:
-        click.echo()
+        echo()
         cells = [[format_cell(*cell) for cell in zip(table.columns, row, strict=True)] for row in table.rows]
         print_table(table.columns, cells)
     for name, signature in signatures.items():
-        click.echo(f"{name}: {signature}")
+        echo(f"{name}: {signature}")
     for sample in evaluation.samples:
-        click.echo(f"\n  source     {sample['source']}")
-        click.echo(f"  reference  {sample['reference']}\n  hypothesis {sample['hypothesis']}")
+        echo(f"\n  source     {sample['source']}")
+        echo(f"  reference  {sample['reference']}\n  hypothesis {sample['hypothesis']}")
 
 
 def _parse_bound(text: str, *, is_lower: bool) -> Bound:

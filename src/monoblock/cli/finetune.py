@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
-from monoblock.cli._shared.output import json_option
+from monoblock.cli._shared.output import echo, json_option
 from monoblock.cli._shared.training_run import print_result, print_resume_command, run_training
 from monoblock.errors import ConfigError
 
@@ -87,7 +87,7 @@ def command(
         model, data, objective=objective, folder=resolve_data_folder(folder), overrides=all_overrides
     )
     if dry_run:
-        click.echo(recipe.to_toml(), nl=False)
+        echo(recipe.to_toml(), nl=False)
         return
     from monoblock.parallel.world import SINGLE_PROCESS
 

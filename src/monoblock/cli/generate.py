@@ -19,7 +19,7 @@ from monoblock.cli._shared.decoding_options import (
     stop_option,
 )
 from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
-from monoblock.cli._shared.output import json_option, print_json, suggest_next
+from monoblock.cli._shared.output import echo, json_option, print_json, suggest_next
 from monoblock.cli._shared.processes import join_processes, nproc_option
 from monoblock.errors import InputError
 
@@ -85,10 +85,10 @@ def _print_texts(pipe: Pipeline, text: str, stop: tuple[str, ...], options: dict
         print_json(_generate_json(pipe, text, stop, options))
     elif settings.num_return_sequences > 1 or (settings.num_beams > 1 and "num_beams" in options):
         for hypothesis in pipe.generate_hypotheses([text], stop=stop, **options)[0]:
-            click.echo(_prompt_prefix(pipe, text) + hypothesis.text)
+            echo(_prompt_prefix(pipe, text) + hypothesis.text)
     else:
         chunks = pipe.stream(text, stop=stop, **options)
-        sys.stdout.write(_prompt_prefix(pipe, text))
+        echo(_prompt_prefix(pipe, text), nl=False)
         print_stream(chunks)
 
 

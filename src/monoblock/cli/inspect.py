@@ -11,7 +11,7 @@ import click
 from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
 from monoblock.cli._shared.image_options import interpolate_option, set_image_size
 from monoblock.cli._shared.model_options import device_option, force_option, load_pipeline
-from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
+from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, FileError, did_you_mean
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def command(
     else:
         _print_report(parts)
         for path in saved:
-            click.echo(f"Saved {path}")
+            echo(f"Saved {path}")
     quoted = shlex.quote(model)
     suggest_next(
         f"prune {quoted} DATA --keep 0.5 --out DIR" if is_page else f"inspect {quoted} TEXT --out inspect.html"
@@ -197,10 +197,10 @@ def _print_report(parts: dict[str, Part]) -> None:
     """Print the text and the tables of the parts that have tables."""
     for part in parts.values():
         for columns, rows in part.section.tables:
-            click.echo(f"\n{part.section.title}\n{part.section.text}\n")
+            echo(f"\n{part.section.title}\n{part.section.text}\n")
             print_table(columns, _important(columns, rows))
     if parts:
-        click.echo()
+        echo()
 
 
 def _important(columns: Any, rows: Any, limit: int = 24) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
+from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
 from monoblock.cli._shared.value_text import format_toml, plain, type_text
 from monoblock.config.field_description import REQUIRED, list_choices
 from monoblock.errors import ConfigError, did_you_mean
@@ -244,7 +244,7 @@ def command(what: str | None, word: str | None, as_json: bool) -> None:
     for name, rows in listings.items():
         _, columns, _ = LISTINGS[name]
         if len(listings) > 1:
-            click.echo(f"\n{name}")
+            echo(f"\n{name}")
         for group in _group_by_section(rows):
             print_table(columns, [[_cell(row, column) for column in columns] for row in group], narrow=NARROW_COLUMNS)
     for name, rows in listings.items():

@@ -13,6 +13,7 @@ from importlib import import_module
 import click
 
 from monoblock import __version__
+from monoblock.cli._shared.output import echo
 from monoblock.errors import ConfigError, MonoblockError, did_you_mean, shorten_message
 
 # Verb -> (module with its `command`, line in --help). The lines are here so that --help imports no verb.
@@ -88,7 +89,7 @@ def cli(ctx: click.Context) -> None:
     a Hugging Face folder, a GGUF file, or the owner/name[@revision] of a model on the Hugging Face Hub.
     """
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        echo(ctx.get_help())
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -143,13 +144,13 @@ def _describe_error(error: Exception) -> tuple[str, int]:
 
 
 def _print_error(line: str, code: int) -> int:
-    click.echo(f"error: {shorten_message(' '.join(line.split()))}", err=True)
+    echo(f"error: {shorten_message(' '.join(line.split()))}", err=True)
     return code
 
 
 def _print_warning(message: Warning | str, category: type[Warning], *place: object, **more: object) -> None:
     """Print a warning as one line; that of a renamed recipe key does not concern the code it was raised in."""
-    click.echo(f"warning: {' '.join(str(message).split())}", err=True)
+    echo(f"warning: {' '.join(str(message).split())}", err=True)
 
 
 def _handle_closed_pipe() -> int:

@@ -13,7 +13,7 @@ import click
 from monoblock.cli._shared.image_options import interpolate_option, set_image_size
 from monoblock.cli._shared.line_reader import chunk_lines, count_lines, read_lines
 from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
-from monoblock.cli._shared.output import suggest_next
+from monoblock.cli._shared.output import echo, suggest_next
 from monoblock.cli._shared.predict_output import PRINTERS, OutputFormat, print_neighbours
 from monoblock.cli._shared.progress import ProgressBar
 from monoblock.errors import ConfigError, InputError
@@ -170,7 +170,7 @@ class LinePredictor:
             raise InputError(f"{line[:40]!r} is not a question and a text separated by a tab; write question<TAB>text")
         if tab and self.method == "classify" and not self.has_noted_pairs:
             self.has_noted_pairs = True
-            click.echo("note: a line with a tab is read as a pair of texts", err=True)
+            echo("note: a line with a tab is read as a pair of texts", err=True)
         return (text, text_pair) if tab and self.method in ("classify", "answer") else line
 
     def _method_options(self) -> dict[str, Any]:

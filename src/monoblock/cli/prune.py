@@ -12,7 +12,7 @@ from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve
 from monoblock.cli._shared.model_folder import load_tokenizer, save_model_folder
 from monoblock.cli._shared.model_options import device_option, resolve_device
 from monoblock.cli._shared.number_types import NumberRange
-from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
+from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
 from monoblock.cli._shared.progress import ProgressBar
 from monoblock.errors import ConfigError
 
@@ -124,8 +124,8 @@ def print_report(result: PruningResult, out: Path) -> None:
     rows = [(layer, ", ".join(map(str, heads))) for layer, heads in sorted(result.removed.items())]
     print_table(("layer", "heads removed"), rows[:SHOWN_LAYERS])
     if len(rows) > SHOWN_LAYERS:
-        click.echo(f"… and of {len(rows) - SHOWN_LAYERS} more layers")
-    click.echo()
+        echo(f"… and of {len(rows) - SHOWN_LAYERS} more layers")
+    echo()
     table: list[tuple[object, ...]] = [
         ("heads", result.num_heads["before"], result.num_heads["after"]),
         ("parameters", result.parameters["before"], result.parameters["after"]),
@@ -133,8 +133,8 @@ def print_report(result: PruningResult, out: Path) -> None:
     before, after = result.metrics["before"], result.metrics["after"]
     table += [(f"validation {name}", before[name], after[name]) for name in before]
     print_table(("", "before", "after"), table)
-    click.echo(
+    echo(
         f"The pruned model and the original with these heads set to zero differ by at most "
         f"{result.max_logit_difference:.1e} in a logit."
     )
-    click.echo(f"Saved {out}")
+    echo(f"Saved {out}")

@@ -11,7 +11,7 @@ import click
 
 from monoblock.cli._shared.data_options import resolve_data_folder
 from monoblock.cli._shared.model_folder import load_tokenizer, save_model_folder
-from monoblock.cli._shared.output import format_bytes, json_option, print_json, print_table, suggest_next
+from monoblock.cli._shared.output import echo, format_bytes, json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def _progress_callback(action: str) -> Callable[..., None]:
         nonlocal last_tenth
         if (tenth := min(10, 10 * done // max(of, 1))) > last_tenth:
             last_tenth = tenth
-            click.echo(f"{action} {10 * tenth} %", err=True)
+            echo(f"{action} {10 * tenth} %", err=True)
 
     return report
 
@@ -136,5 +136,5 @@ def print_report(result: dict[str, Any]) -> None:
         rows.append((f"perplexity on {result['text']}", before, after, f"{100 * result['perplexity_loss']:+.3f} %"))
     print_table(("", "before", f"{result['bits']} bits, groups of {result['group']}", "change"), rows)
     if "perplexity" not in result:
-        click.echo("Perplexity was not measured, because it needs a decoder-only model with a tokenizer.", err=True)
-    click.echo(f"Saved {result['folder']}")
+        echo("Perplexity was not measured, because it needs a decoder-only model with a tokenizer.", err=True)
+    echo(f"Saved {result['folder']}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
+from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, FileError
 
 if TYPE_CHECKING:
@@ -82,13 +82,13 @@ def _print_pieces(tokenizer: Tokenizer, text: str, pieces: list[Piece]) -> None:
         for index, piece_string in enumerate(texts):
             for character, visible in VISIBLE_WHITESPACE.items():
                 piece_string = piece_string.replace(character, visible)
-            click.echo(click.style(piece_string, fg="black", bg=BACKGROUNDS[index % len(BACKGROUNDS)]), nl=False)
-        click.echo()
+            echo(piece_string, nl=False, fg="black", bg=BACKGROUNDS[index % len(BACKGROUNDS)])
+        echo()
     else:
-        click.echo("|".join(texts))
-    click.echo(" ".join(str(piece.id) for piece in pieces))
+        echo("|".join(texts))
+    echo(" ".join(str(piece.id) for piece in pieces))
     rate = f", {len(text) / len(pieces):.2f} characters per piece" if pieces else ""
-    click.echo(f"{len(pieces):,} pieces, {len(text):,} characters{rate}")
+    echo(f"{len(pieces):,} pieces, {len(text):,} characters{rate}")
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def _print_pieces(tokenizer: Tokenizer, text: str, pieces: list[Piece]) -> None:
 def command(ctx: click.Context) -> None:
     """Train a tokenizer, or show how a tokenizer splits a text."""
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        echo(ctx.get_help())
 
 
 @command.command(name="train", help="Train a tokenizer on DATA: text files, or - for standard input.")
@@ -156,7 +156,7 @@ def train(data: tuple[str, ...], out: str, force: bool, as_json: bool, **options
     if as_json:
         print_json({"folder": out, **describe_tokenizer(tokenizer)})
         return
-    click.echo(f"Saved {out}: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:12]}")
+    echo(f"Saved {out}: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:12]}")
     suggest_next(f'tokenizer show {out} "In the beginning"')
 
 
@@ -182,7 +182,7 @@ def show(folder: str, text: str | None, as_json: bool) -> None:
     if text is None:
         description = describe_tokenizer(tokenizer)
         specials = description["specials"]
-        click.echo(f"{description['kind']}, {description['vocab_size']:,} tokens, {description['fingerprint'][:12]}")
+        echo(f"{description['kind']}, {description['vocab_size']:,} tokens, {description['fingerprint'][:12]}")
         if specials:
             print_table(("role", "token", "id"), [(role, *token.values()) for role, token in specials.items()])
         suggest_next(f'tokenizer show {folder} "In the beginning"')

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
-from monoblock.cli._shared.output import json_option
+from monoblock.cli._shared.output import echo, json_option
 from monoblock.cli._shared.training_run import print_result, print_resume_command, run_training
 from monoblock.errors import ConfigError
 
@@ -77,7 +77,7 @@ def command(
     resolved = read_recipe(recipe, overrides)
     if dry_run:
         _check_model(resolved)
-        click.echo(resolved.to_toml(), nl=False)
+        echo(resolved.to_toml(), nl=False)
         return
     from monoblock.parallel.faults import is_restarted, log_output, stop_with_launcher
     from monoblock.parallel.launch import launch

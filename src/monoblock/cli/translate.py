@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from monoblock.cli._shared.model_options import (
     force_option,
     load_pipeline,
 )
-from monoblock.cli._shared.output import suggest_next
+from monoblock.cli._shared.output import dump_json, echo, suggest_next
 from monoblock.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def command(
             truncated += source_hypotheses[0].finish_reason in ("length", "context")
         sys.stdout.flush()
     if truncated:
-        click.echo(f"warning: {truncated} targets were cut off at the length limit; raise --max-new-tokens", err=True)
+        echo(f"warning: {truncated} targets were cut off at the length limit; raise --max-new-tokens", err=True)
     if text is not None:
         suggest_next(f"evaluate {shlex.quote(model)} DATA")
 
@@ -136,7 +135,7 @@ class HypothesisPrinter:
         hypotheses = hypotheses[: self.n_best or 1]
         if self.as_json:
             rows = [self._hypothesis_json(source, hypothesis) for hypothesis in hypotheses]
-            click.echo(json.dumps({"source": source, "hypotheses": rows}, ensure_ascii=False))
+            echo(dump_json({"source": source, "hypotheses": rows}))
             return
         for hypothesis in hypotheses:
             cells = [hypothesis.text]
@@ -144,7 +143,7 @@ class HypothesisPrinter:
                 cells.insert(0, f"{hypothesis.score or 0.0:.{SCORE_DECIMALS}f}")
             if self.alignment:
                 cells.append(self._alignment_text(source, hypothesis))
-            click.echo("\t".join(cells))
+            echo("\t".join(cells))
 
     def _hypothesis_json(self, source: str, hypothesis: Hypothesis) -> dict[str, Any]:
         score = None if hypothesis.score is None else round(hypothesis.score, SCORE_DECIMALS)

@@ -14,19 +14,20 @@ from monoblock.nn.transformer import Transformer
 
 
 class LayerPrediction(NamedTuple):
-    """The predictions after one layer, or after the embedding, for each token of a text."""
+    """The predictions after one layer, or after the embedding, for each token of each row."""
 
     name: str  # "input" or "layer 3"
-    tokens: Tensor  # (T, top) ids, best first
-    probabilities: Tensor  # (T, top)
-    final_rank: Tensor  # (T,) the rank of the token that the whole model predicts, from 1
+    tokens: Tensor  # (B, T, top) ids, best first
+    probabilities: Tensor  # (B, T, top)
+    final_rank: Tensor  # (B, T) the rank of the token that the whole model predicts, from 1
 
 
 @torch.no_grad()
 def logit_lens(model: Transformer, *inputs: Tensor, top: int = 5, **options: Any) -> list[LayerPrediction]:
     """Apply the last norm and the head of a model to the residual stream before and after every block.
 
-    The inputs are those of the model, with a batch of one. The last entry is the prediction of the model itself.
+    The inputs are those of the model; predictions for padding mean nothing. The last entry is the prediction of the
+    model itself.
     """
     head = model.head
     if head is None or head.config.kind not in VOCABULARY_HEADS:
@@ -37,12 +38,12 @@ def logit_lens(model: Transformer, *inputs: Tensor, top: int = 5, **options: Any
     names = [f"{stack}.0.input", *(f"{stack}.{layer}.output" for layer in range(depth))]
     seen = trace(model, *inputs, names=names, **options)
     norm = model.get_submodule(stack).norm
-    final = seen.logits[0]
+    final = seen.logits
     best = final.argmax(-1, keepdim=True)
     result = []
     for index, name in enumerate(names):
         hidden = seen[name] if norm is None else norm(seen[name])  # type: ignore[operator]
-        logits = final if index == depth else head(hidden, table=model.output_embedding)[0]
+        logits = final if index == depth else head(hidden, table=model.output_embedding)
         probabilities, tokens = logits.float().softmax(-1).topk(top)
         rank = (logits > logits.gather(-1, best)).sum(-1) + 1
         result.append(LayerPrediction("input" if index == 0 else f"layer {index - 1}", tokens, probabilities, rank))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -60,10 +61,9 @@ def save_page(path: Path, title: str, subtitle: str, sections: Sequence[Section]
         "SECTIONS": "\n".join(map(_section_html, sections)),
         "DATA": json.dumps(viewer, ensure_ascii=True).replace("<", "\\u003c"),
     }
-    for name, value in values.items():
-        template = template.replace(f"{{{{{name}}}}}", value)
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)  # in one pass: a value may have {{DATA}}
     try:
-        path.write_text(template, encoding="utf-8")
+        path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise FileError(f"{path} cannot be written: {error.strerror}") from None
     return path

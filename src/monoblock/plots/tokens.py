@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import unicodedata
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from monoblock.errors import InputError
@@ -13,7 +15,10 @@ MAX_TOKENS = 2000  # of a picture; more would be smaller than a pixel
 MAX_LABEL = 14  # characters of a token on an axis
 MIN_SPACING = 0.13  # inches between two labels, so that they do not overlap
 MISSING_GLYPH = "▯"
-SPACE, NEWLINE, TAB = "␣", "⏎", "⇥"
+MARKS = {" ": "␣", "\n": "⏎", "\r": "⏎", "\t": "⇥"}
+JOINERS = "\u200c\u200d\ufe0e\ufe0f"  # between letters or emoji, and the choice of a picture or a sign
+# The categories of Unicode that cannot be seen. "Cn" is not one: characters newer than this Python, such as emoji.
+HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zs", "Zl", "Zp")
 WORD_STARTS = ("Ġ", "▁")  # how byte-level BPE and SentencePiece write a space at the start of a token
 
 
@@ -35,11 +40,22 @@ def _readable(tokenizer: Tokenizer, number: int) -> str:
     text = tokenizer.decode([number])
     data = tokenizer.token_bytes(number)
     if "\N{REPLACEMENT CHARACTER}" in text and data is not None:
-        return f"<{data.hex(' ').upper()}>"
+        text = data.decode("utf-8", "surrogateescape")
     if token.startswith(WORD_STARTS) and not text.startswith(" "):  # decoding drops the space before the first word
         text = f" {text}"
-    text = text.replace("\n", NEWLINE).replace("\r", NEWLINE).replace("\t", TAB).replace(" ", SPACE)
-    return text if text and text.isprintable() else f"<{text.encode().hex(' ').upper()}>" if text else token
+    for character, mark in MARKS.items():
+        text = text.replace(character, mark)
+    return _show_hidden(text) or token
+
+
+def _show_hidden(text: str) -> str:
+    """Write what cannot be seen as bytes; joiners can, as a part of what they join, such as an emoji of several."""
+    is_joined = any(unicodedata.category(character) not in HIDDEN for character in text if character not in JOINERS)
+    parts = []
+    for is_seen, run in groupby(text, lambda c: is_joined if c in JOINERS else unicodedata.category(c) not in HIDDEN):
+        part = "".join(run)
+        parts.append(part if is_seen else f"<{part.encode('utf-8', 'surrogateescape').hex(' ').upper()}>")
+    return "".join(parts)
 
 
 def check_length(count: int) -> None:

@@ -20,6 +20,7 @@ from monoblock.training.events import (
     TrainingEvent,
     WarningEvent,
 )
+from monoblock.untrusted_files import show_controls
 
 if TYPE_CHECKING:
     from monoblock.runs.run import Run
@@ -60,6 +61,7 @@ class TrainingProgress:
             self.bar.stop()
 
     def print_line(self, text: str) -> None:
+        text = show_controls(text) if sys.stderr.isatty() else text  # a sample may have any character
         if self.bar is not None:
             self.bar.console.print(text, highlight=False, markup=False)
         else:

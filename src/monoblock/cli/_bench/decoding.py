@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 
 from monoblock.accounting.report import account
 from monoblock.cli._shared.bench_runners import RUNNERS, BenchSetup, Runner, RunnerUnavailable, export_for_peers
 from monoblock.cli._shared.model_options import DTYPES
+from monoblock.cli._shared.output import echo
 from monoblock.nn.transformer import Transformer
 
 DTYPE_NAMES = {name: short for short, name in DTYPES.items()}
@@ -69,7 +69,7 @@ def _build_runners(setup: BenchSetup, names: list[str]) -> tuple[dict[str, Runne
         try:
             if name in peers and export_problem is not None:
                 raise RunnerUnavailable(export_problem)
-            click.echo(f"preparing {name}", err=True)
+            echo(f"preparing {name}", err=True)
             runners[name] = RUNNERS[name](setup)
         except RunnerUnavailable as problem:
             unavailable[name] = str(problem)
@@ -96,7 +96,7 @@ def _time_runners(
     times: dict[str, Any] = {name: {"first": [], "all": [], "peak": None} for name in runners}
     failed: dict[str, str] = {}
     for round_number in range(rounds + 1):
-        click.echo("warming up" if not round_number else f"round {round_number} of {rounds}", err=True)
+        echo("warming up" if not round_number else f"round {round_number} of {rounds}", err=True)
         for name in list(times):
             try:
                 seconds, peak = _time_once(runners[name], prompts[round_number % len(prompts)], new, device)

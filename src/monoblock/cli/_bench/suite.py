@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import torch
 
 from monoblock.accounting.report import account
@@ -30,6 +29,7 @@ from monoblock.cli._bench.translation import (
     time_translators,
 )
 from monoblock.cli._shared.bench_runners import DEFAULT_RUNNERS
+from monoblock.cli._shared.output import echo
 from monoblock.config.model import ModelConfig
 from monoblock.config.presets import preset, tiny
 from monoblock.interop.gguf.writer import save_gguf
@@ -179,11 +179,11 @@ TASKS: dict[str, Callable[[Options, Sizes, Ceilings], Iterator[Row]]] = {
 def measure_all(options: Options) -> dict[str, Any]:
     """Measure every task, and return the report as `--json` prints it."""
     sizes = choose_sizes(options)
-    click.echo("measuring the ceilings", err=True)
+    echo("measuring the ceilings", err=True)
     ceilings = measure_ceilings(options.device, options.dtype, options.is_small)
     rows: list[Row] = []
     for name, measure in TASKS.items():
-        click.echo(f"measuring {name}", err=True)
+        echo(f"measuring {name}", err=True)
         rows += measure(options, sizes, ceilings)
     device = torch.device(options.device)
     return {

@@ -9,12 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import click
-
 from monoblock.cli._reference.cli_page import build_cli_page
 from monoblock.cli._reference.config_page import build_config_page
 from monoblock.cli._reference.experiments_page import build_experiments_page
 from monoblock.cli._reference.recipes_page import build_recipes_page
+from monoblock.cli._shared.output import echo
 
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": build_cli_page,
@@ -46,15 +45,15 @@ def main(arguments: Sequence[str]) -> int:
     *options, folder = arguments
     unknown = [option for option in options if option != "--check"]
     if unknown:
-        click.echo(f"error: unknown option {unknown[0]!r}; scripts/docs takes --check", err=True)
+        echo(f"error: unknown option {unknown[0]!r}; scripts/docs takes --check", err=True)
         return 2
     stale = find_stale_pages(Path(folder))
     for name in stale:
         if "--check" in options:
-            click.echo(f"error: docs/{name} is not what the code generates; run scripts/docs", err=True)
+            echo(f"error: docs/{name} is not what the code generates; run scripts/docs", err=True)
         else:
             (Path(folder) / name).write_text(build_page(name, Path(folder)), encoding="utf-8")
-            click.echo(f"wrote docs/{name}", err=True)
+            echo(f"wrote docs/{name}", err=True)
     return int(bool(stale) and "--check" in options)
 
 

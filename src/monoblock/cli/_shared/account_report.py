@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from monoblock.cli._shared.output import format_bytes, format_count, print_table
+from monoblock.cli._shared.output import echo, format_bytes, format_count, print_table
 from monoblock.cli._shared.plan_options import print_plan
 
 if TYPE_CHECKING:
@@ -47,15 +45,15 @@ def print_account(model_account: Account, report: dict[str, Any]) -> None:
     experts = ""
     if model_account.active_parameters != model_account.parameters:
         experts = f", {model_account.active_parameters:,} of them active per token"
-    click.echo(f"{model_account.name}: {model_account.family}, {model_account.parameters:,} parameters{experts}\n")
+    echo(f"{model_account.name}: {model_account.family}, {model_account.parameters:,} parameters{experts}\n")
     print_shares("parameters", report["components"])
     flops = report["flops"]
     length = f"{flops['source']} tokens"
     if model_account.family == "encoder-decoder":
         length = f"{flops['source']} source and {flops['target']} target tokens"
-    click.echo(f"\nFLOPs of one pass, batch {flops['batch']}, {length}")
+    echo(f"\nFLOPs of one pass, batch {flops['batch']}, {length}")
     print_shares("forward", flops["components"])
-    click.echo()
+    echo()
     print_table(
         ("pass", "FLOPs", ""),
         [(name.replace("_", " "), flops[name], format_count(flops[name])) for name in FLOP_TOTALS],
@@ -68,23 +66,23 @@ def _print_memory(report: dict[str, Any]) -> None:
     memory, batch = report["memory"], report["flops"]["batch"]
     if "plan" not in report:
         gpus = f", on each of {memory['gpus']} GPUs" if memory["gpus"] > 1 else ""
-        click.echo(f"\nTraining memory, {memory['trained_in']}, {memory['optimizer']}, batch {batch}{gpus}")
+        echo(f"\nTraining memory, {memory['trained_in']}, {memory['optimizer']}, batch {batch}{gpus}")
         rows = [
             (part.replace("_", " "), *(format_bytes(memory["training"][mode][part]) for mode in MEMORY_MODES))
             for part in MEMORY_PARTS
         ]
         print_table(("part", *MEMORY_MODES.values()), rows)
-        click.echo(CHECKPOINTING_NOTE)
+        echo(CHECKPOINTING_NOTE)
     if "peak" in memory:
         peak = {mode: format_bytes(count) for mode, count in memory["peak"].items()}
-        click.echo(
+        echo(
             f"\nPeak of a step of `monoblock train` on one GPU: {peak['kept']}, selective {peak['selective']}, "
             f"checkpointed {peak['checkpointed']}\n"
             "There, weights are in fp32 and products in bf16, and most losses store no logits; the table counts the "
             "tensors of the formulas."
         )
-    click.echo(f"\nInference: weights in {memory['dtype']} {format_bytes(memory['weights'])}, ", nl=False)
-    click.echo(f"key/value cache in {memory['trained_in']} {format_bytes(report['kv_cache_bytes'])}")
+    echo(f"\nInference: weights in {memory['dtype']} {format_bytes(memory['weights'])}, ", nl=False)
+    echo(f"key/value cache in {memory['trained_in']} {format_bytes(report['kv_cache_bytes'])}")
 
 
 def _print_extras(report: dict[str, Any]) -> None:
@@ -93,12 +91,12 @@ def _print_extras(report: dict[str, Any]) -> None:
             (mode, cost["positions"], format_count(cost["flops"]), format_bytes(cost["bytes_moved"]))
             for mode, cost in report["decoding"].items()
         ]
-        click.echo()
+        echo()
         print_table(("decoding", "positions", "FLOPs", "bytes moved"), rows)
     if "measured" in report:
         costs = report["measured"]["parts"]
         total = costs["total"]["seconds"]
-        click.echo(f"\nMeasured on {report['measured']['device']}, fp32, one forward pass")
+        echo(f"\nMeasured on {report['measured']['device']}, fp32, one forward pass")
         rows = [
             (
                 name,
@@ -111,8 +109,8 @@ def _print_extras(report: dict[str, Any]) -> None:
         print_table(("component", "time", "share", "kept for backward"), rows)
     if "budget" in report:
         budget = report["budget"]
-        click.echo(f"\nTraining on {format_count(budget['tokens'])} tokens: {budget['flops']:.3g} FLOPs ", nl=False)
-        click.echo(
+        echo(f"\nTraining on {format_count(budget['tokens'])} tokens: {budget['flops']:.3g} FLOPs ", nl=False)
+        echo(
             f"(6 × parameters × tokens: {budget['rule_of_six']:.3g}), "
             f"{budget['gpu_hours']:,.4g} GPU hours, {budget['days']:.3g} days"
             + ("" if budget["cost"] is None else f", cost {budget['cost']:,.0f}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from monoblock.cli._shared.output import echo
 from monoblock.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ def print_stream(chunks: Iterable[str]) -> str:
     """Print the chunks of a text as they are generated; return the whole text."""
     printed = []
     for chunk in chunks:
-        sys.stdout.write(chunk)
-        sys.stdout.flush()
+        echo(chunk, nl=False)
         printed.append(chunk)
-    sys.stdout.write("\n")
+    echo()
     return "".join(printed)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from monoblock.cli._shared.output import echo
 from monoblock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,5 +99,5 @@ def load_pipeline(
     pipe = load(Path(model), device=device, dtype=torch_dtype, force=force, ensemble=others, world=world)
     if pipe.defaults.ignored_fields:
         fields = ", ".join(pipe.defaults.ignored_fields)
-        click.echo(f"warning: these fields of generation_config.json are not supported and ignored: {fields}", err=True)
+        echo(f"warning: these fields of generation_config.json are not supported and ignored: {fields}", err=True)
     return pipe

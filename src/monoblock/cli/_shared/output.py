@@ -1,6 +1,7 @@
 """Output shared by the verbs: the --json option, readable numbers, tables, and suggestions of a next command."""
 
 import json
+import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
@@ -8,6 +9,7 @@ from typing import Any, Literal
 import click
 
 from monoblock.metrics.numbers import format_bytes as format_bytes, format_count as format_count
+from monoblock.untrusted_files import show_controls
 
 COLUMN_GAP = 2  # characters between two columns of a table
 MIN_TEXT_WIDTH = 12  # characters: text columns are never made narrower than this
@@ -15,8 +17,30 @@ MIN_TEXT_WIDTH = 12  # characters: text columns are never made narrower than thi
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 
 
+JSON_CONTROLS = re.compile("[\x7f-\x9f\u2028\u2029]")  # which JSON may have as they are; it escapes the others
+
+
+def echo(text: object = "", *, err: bool = False, nl: bool = True, **style: Any) -> None:
+    """Print a text as it is; on a terminal with a style, and with its control characters made visible.
+
+    Control characters may come from a model, a tokenizer or a file.
+    style: arguments of `click.style`, such as fg="black".
+    """
+    shown = str(text)
+    if (sys.stderr if err else sys.stdout).isatty():
+        shown = show_controls(shown)
+        shown = click.style(shown, **style) if style else shown
+    click.echo(shown, err=err, nl=nl, color=True)  # color=True: click would remove escapes from a file
+
+
+def dump_json(value: Any, indent: int | None = None) -> str:
+    """Return JSON with letters of all languages as they are, but control characters escaped."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    return JSON_CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    click.echo(dump_json(value, indent=2))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], narrow: Collection[str] = ()) -> None:
@@ -28,10 +52,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], narrow
     from rich.console import Console
     from rich.table import Table
 
-    texts = [[_format_cell(cell) for cell in row] for row in rows]
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    show = show_controls if console.is_terminal else str
+    texts = [[show(_format_cell(cell)) for cell in row] for row in rows]
     numbers = [any(_is_number(row[index]) for row in rows) for index in range(len(columns))]
     cells = [[name, *(row[index] for row in texts)] for index, name in enumerate(columns)]
-    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
     widths = _fit_widths(cells, numbers, [name in narrow for name in columns], console.width)
     if not console.is_terminal:
         widths = [_text_width(column) for column in cells]
@@ -93,4 +118,4 @@ def _format_cell(value: object) -> str:
 
 def suggest_next(line: str) -> None:
     """Suggest a command to run next; on stderr, because it is not part of the result."""
-    click.echo(f"Try: monoblock {line}", err=True)
+    echo(f"Try: monoblock {line}", err=True)

@@ -18,7 +18,7 @@ from monoblock.accounting.training_plan import (
     plan_training,
 )
 from monoblock.cli._shared.number_types import NumberRange
-from monoblock.cli._shared.output import format_bytes, format_count, print_table
+from monoblock.cli._shared.output import echo, format_bytes, format_count, print_table
 from monoblock.config.model import RecurrentConfig
 from monoblock.config.parts import CheckpointMode
 from monoblock.errors import ConfigError
@@ -149,7 +149,7 @@ def print_plan(report: dict[str, Any]) -> None:
     modes = [plan["modes"][mode] for mode in MODES]
     sizes = " × ".join(f"{name} {size}" for name, size in plan["parallel"].items() if size > 1)
     first = modes[0]
-    click.echo(
+    echo(
         f"\nPlan {plan['strategy']}: {sizes or 'one GPU'}; {first['micro_batches']} × {report['flops']['batch']} "
         f"sequences a rank, {format_count(first['tokens_per_step'])} tokens a step"
     )
@@ -164,13 +164,13 @@ def print_plan(report: dict[str, Any]) -> None:
     rows.append((capacity, *("yes" if mode["fits"] else "no" for mode in modes)))
     print_table(("memory of a rank", *HEADINGS), rows)
     if first["transfers"]:
-        click.echo()
+        echo()
         print_table(("a rank sends in a step", *HEADINGS, "over"), _transfer_rows(modes))
-    click.echo()
+    echo()
     print_table(("time of a step", *HEADINGS), _time_rows(modes))
-    click.echo("\nThe plan assumes:")
+    echo("\nThe plan assumes:")
     for line in plan["assumptions"]:
-        click.echo(f"- {line}")
+        echo(f"- {line}")
 
 
 def _transfer_rows(modes: list[dict[str, Any]]) -> list[tuple[object, ...]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import click
+from monoblock.cli._shared.output import dump_json, echo
 
 DECIMALS = 4  # of a probability: the digits that do not depend on the batch size
 
@@ -17,7 +16,7 @@ class OutputFormat(NamedTuple):
 
 
 def _print_json(value: dict[str, Any]) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False))
+    echo(dump_json(value))
 
 
 def _choices_json(choices: Sequence[Any], name: str = "label") -> list[dict[str, Any]]:
@@ -30,7 +29,7 @@ def print_classes(output_format: OutputFormat, line: str, result: Any) -> None:
         text, tab, text_pair = line.partition("\t")
         _print_json({"text": text, **({"text_pair": text_pair} if tab else {}), "labels": _choices_json(choices)})
         return
-    click.echo("\t".join(f"{choice.label}\t{choice.probability:.{DECIMALS}f}" for choice in choices))
+    echo("\t".join(f"{choice.label}\t{choice.probability:.{DECIMALS}f}" for choice in choices))
 
 
 def print_tags(output_format: OutputFormat, line: str, result: Any) -> None:
@@ -47,13 +46,13 @@ def print_tags(output_format: OutputFormat, line: str, result: Any) -> None:
         restored_json = {"restored": restored} if restored else {}
         _print_json({"text": line, "words": rounded[0], "entities": rounded[1], **restored_json})
     elif output_format.columns:
-        click.echo("".join(f"{word.word}\t{word.label}\n" for word in words))
+        echo("".join(f"{word.word}\t{word.label}\n" for word in words))
     elif restored is not None:
-        click.echo(restored)
+        echo(restored)
     elif entities:
-        click.echo(bracket_entities([word.word for word in words], entities))
+        echo(bracket_entities([word.word for word in words], entities))
     else:
-        click.echo(" ".join(word.word if word.label == "O" else f"{word.word}/{word.label}" for word in words))
+        echo(" ".join(word.word if word.label == "O" else f"{word.word}/{word.label}" for word in words))
 
 
 def bracket_entities(words: Sequence[str], entities: Sequence[Any]) -> str:
@@ -70,7 +69,7 @@ def print_fills(output_format: OutputFormat, line: str, result: Any) -> None:
         _print_json({"text": line, "filled": text, "masks": [_choices_json(choices, "token") for choices in masks]})
         return
     cells = [" ".join(f"{choice.label} {choice.probability:.{DECIMALS}f}" for choice in choices) for choices in masks]
-    click.echo("\t".join([text, *cells]))
+    echo("\t".join([text, *cells]))
 
 
 def print_answers(output_format: OutputFormat, line: str, result: Any) -> None:
@@ -89,7 +88,7 @@ def print_answers(output_format: OutputFormat, line: str, result: Any) -> None:
         ]
         _print_json({"question": question, "context": context, "answers": rows})
         return
-    click.echo("\t".join(f"{answer.text}\t{answer.probability:.{DECIMALS}f}" for answer in answers))
+    echo("\t".join(f"{answer.text}\t{answer.probability:.{DECIMALS}f}" for answer in answers))
 
 
 def print_embedding(output_format: OutputFormat, line: str, result: Any) -> None:
@@ -97,7 +96,7 @@ def print_embedding(output_format: OutputFormat, line: str, result: Any) -> None
     if output_format.as_json:
         _print_json({"text": line, "embedding": vector})
     else:
-        click.echo(json.dumps(vector))
+        echo(dump_json(vector))
 
 
 def print_neighbours(output_format: OutputFormat, line: str, neighbours: Sequence[tuple[str, int, float]]) -> None:
@@ -109,7 +108,7 @@ def print_neighbours(output_format: OutputFormat, line: str, neighbours: Sequenc
         _print_json({"text": line, "nearest": rows})
         return
     for text, _, cosine in neighbours:
-        click.echo(f"{cosine:.{DECIMALS}f}\t{text}")
+        echo(f"{cosine:.{DECIMALS}f}\t{text}")
 
 
 # Method of Pipeline -> function that prints its result.

@@ -6,8 +6,7 @@ import sys
 import time
 from typing import Any, Self
 
-import click
-
+from monoblock.cli._shared.output import echo
 from monoblock.metrics.numbers import format_bytes
 
 DELAY_SECONDS = 2.0  # before anything is shown
@@ -49,7 +48,7 @@ class ProgressBar:
             else:
                 total = "" if self.total is None else f" of {self.total:,}"
                 line = f"{self.done:,}{total} {self.unit}, {rate:,.0f} per second"
-            click.echo(line, err=True)
+            echo(line, err=True)
 
     def _update_bar(self, now: float) -> None:
         if self.bar is None and now - self.start_time >= DELAY_SECONDS:

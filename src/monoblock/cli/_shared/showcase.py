@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import click
-
-from monoblock.cli._shared.output import format_count, print_table
+from monoblock.cli._shared.output import echo, format_count, print_table
 
 # One preset per family; toy models of the same structures are built here.
 SHOWCASE_PRESETS = (
@@ -107,21 +105,17 @@ def print_diagrams() -> None:
     from monoblock.cli._shared.text_diagrams import mask_text, positions_text
     from monoblock.nn.masks import causal, window
 
-    click.echo("\nAttention masks (one line per query):")
-    click.echo(f"  {'causal':<26}causal & window(4)")
+    echo("\nAttention masks (one line per query):")
+    echo(f"  {'causal':<26}causal & window(4)")
     for left, right in zip(mask_text(causal, 12), mask_text(causal & window(4), 12), strict=True):
-        click.echo(f"  {left}  {right}")
-    click.echo(
-        "\nSinusoidal positions (one line per position: sines on the left, fastest first, cosines on the right):"
-    )
+        echo(f"  {left}  {right}")
+    echo("\nSinusoidal positions (one line per position: sines on the left, fastest first, cosines on the right):")
     for line in positions_text(12, 64):
-        click.echo(f"  {line}")
+        echo(f"  {line}")
 
 
 def print_report(rows: list[dict[str, Any]]) -> None:
-    click.echo(
-        "Every family is built from one block. Parameters are counted from the configuration; a toy model is run.\n"
-    )
+    echo("Every family is built from one block. Parameters are counted from the configuration; a toy model is run.\n")
     columns = ("preset", "family", "parameters", "", "as built", "toy output", "cached vs. full")
     print_table(
         columns,

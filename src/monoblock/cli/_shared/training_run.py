@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import click
-
-from monoblock.cli._shared.output import print_json, suggest_next
+from monoblock.cli._shared.output import echo, print_json, suggest_next
 from monoblock.metrics.format import format_metric
 from monoblock.runs.progress import TrainingProgress, train_to_end
 from monoblock.training.interrupt import stop_on_interrupt
@@ -59,7 +57,7 @@ def run_training(
             tensorboard=options["tensorboard"],
         )
         for note in notes if world.is_main else ():
-            click.echo(f"note: {note}", err=True)
+            echo(f"note: {note}", err=True)
         if world.size == 1 and not options["resume"]:
             _print_findings(run)
         progress = TrainingProgress(run.recipe.train.steps, run.task_data.unit)
@@ -76,10 +74,10 @@ def _print_findings(run: Run) -> None:
     if report is None:
         return
     for finding in report.findings:
-        click.echo(f"warning: {finding.check}: {finding.reason}; {finding.fix} ({finding.docs})", err=True)
+        echo(f"warning: {finding.check}: {finding.reason}; {finding.fix} ({finding.docs})", err=True)
     if not report.findings:
         words = f"the doctor has no findings in {len(report.checks)} checks before the first step"
-        click.echo(f"{words} ({report.seconds:.1f} s)", err=True)
+        echo(f"{words} ({report.seconds:.1f} s)", err=True)
 
 
 def print_result(run: Run, as_json: bool) -> None:
@@ -90,7 +88,7 @@ def print_result(run: Run, as_json: bool) -> None:
     else:
         figures = summary["figures"].items()
         metrics = [f"{name} {format_metric(name, value)}" for name, value in figures if name != "val_tokens"]
-        click.echo(f"Saved {run.folder}" + (f": {', '.join(metrics)}" if metrics else ""))
+        echo(f"Saved {run.folder}" + (f": {', '.join(metrics)}" if metrics else ""))
     suggest_next(_next_command(run))
 
 
@@ -126,4 +124,4 @@ def print_resume_command(
     options += ["--nproc", processes] if processes != "1" else []
     options += ["--nnodes", machines, "--head", "HOST:PORT"] if machines != "1" else []
     line = shlex.join(["monoblock", *words, "--resume", "--out", str(folder), *options])
-    click.echo(f"Saved {folder} at step {step}. Resume with: {line}", err=True)
+    echo(f"Saved {folder} at step {step}. Resume with: {line}", err=True)

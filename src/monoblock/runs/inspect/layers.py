@@ -30,8 +30,8 @@ MIN_POSITIONS, MAX_POSITIONS = 64, 256  # that are drawn
 def lens_part(request: Request) -> Part:
     layers = logit_lens(request.model, *request.input.arguments, **request.input.options)
     tokenizer, tokens = request.pipe.tokenizer, request.input.tokens
-    names = [readable_tokens(tokenizer, layer.tokens[:, 0].tolist()) for layer in layers]
-    probabilities = np.stack([layer.probabilities[:, 0].cpu().numpy() for layer in layers])
+    names = [readable_tokens(tokenizer, layer.tokens[0, :, 0].tolist()) for layer in layers]
+    probabilities = np.stack([layer.probabilities[0, :, 0].cpu().numpy() for layer in layers])
     section = Section(
         "Logit lens",
         "What the model would predict after each token if it ended after this layer: the last norm and the head are "
@@ -43,8 +43,8 @@ def lens_part(request: Request) -> Part:
         {
             "layer": layer.name,
             "predictions": name,
-            "probabilities": layer.probabilities[:, 0].cpu().double().numpy().round(4).tolist(),
-            "final_rank": layer.final_rank.tolist(),
+            "probabilities": layer.probabilities[0, :, 0].cpu().double().numpy().round(4).tolist(),
+            "final_rank": layer.final_rank[0].tolist(),
         }
         for layer, name in zip(layers, names, strict=True)
     ]
