@@ -52,7 +52,7 @@ def command(
             "give the folder of a model, as in monoblock doctor runs/demo-1; or --inject FAULT, or --list"
         )
     if model is not None and not as_json and (lines := _lines_to_write(model)):
-        click.echo("\n".join(lines))
+        echo("\n".join(lines))
         raise ConfigError(f"{model} holds code, which is not run here; write the three lines above in Python")
     report = _examine(model, inject, checks)
     if html is not None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from monoblock.cli._shared.output import suggest_next
+from monoblock.cli._shared.output import echo, suggest_next
 from monoblock.cli.account import apply_overrides
 from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError
@@ -26,5 +26,5 @@ def command(what: str, overrides: tuple[str, ...], out: Path | None) -> None:
         raise ConfigError(f"{what} is an LSTM; only Transformers are drawn")
     name = Path(what).name
     path = draw(config, name=" ".join([name, *overrides])).save(out or Path(f"{name.removesuffix('.json')}.svg"))
-    click.echo(path)
+    echo(path)
     suggest_next(f"account {' '.join([what, *overrides])}")
