@@ -14,35 +14,6 @@ from monoblock.classic.chapter import (
 from monoblock.config.model import Rotary
 from monoblock.nn.positions import apply_rotary, rotary_angles
 
-
-class PlainAttention(nn.Module):
-    """Self-attention with explicit weights, under the chapter's names."""
-
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.W_Q, self.W_K, self.W_V, self.W_O = (nn.Linear(width, width, bias=False) for _ in range(4))
-
-    def forward(self, x, mask=None):
-        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.W_Q, self.W_K, self.W_V))
-        scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / q.shape[-1] ** 0.5
-        if mask is not None:
-            scores = scores + torch.zeros_like(mask).masked_fill(mask == 0, -torch.inf)
-        weights = scores.softmax(-1)
-        return self.W_O(torch.einsum("bhqk,bhkd->bqhd", weights, v).flatten(2)), weights
-
-
-class PlainBlock(nn.Module):
-    def __init__(self, width, heads, hidden):
-        super().__init__()
-        self.attn, self.norm1, self.norm2 = PlainAttention(width, heads), nn.LayerNorm(width), nn.LayerNorm(width)
-        self.ff1, self.ff2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x, mask=None):
-        x = x + self.attn(self.norm1(x), mask)[0]
-        return x + self.ff2(self.ff1(self.norm2(x)).relu())
-
-
 CAUSAL = torch.ones(6, 6).tril()
 
 
@@ -75,19 +46,6 @@ def test_the_walk_through_has_the_weights_0230_0129_0410_0230():
     output, weights = scaled_dot_product_attention(Q, K, V)
     assert [round(float(w), 3) for w in weights.flatten()] == [0.230, 0.129, 0.410, 0.230]
     torch.testing.assert_close(output, weights @ V)
-
-
-@pytest.mark.parametrize("mask", [None, CAUSAL], ids=["none", "causal"])
-def test_multi_head_attention_takes_the_weights_of_the_listing_and_gives_its_output(mask):
-    torch.manual_seed(0)
-    attention, reference, X = MultiHeadAttention(d_model=16, h=4), PlainAttention(16, 4), torch.randn(1, 6, 16)
-    attention.load_state_dict(reference.state_dict())
-    output, weights = attention(X, mask)
-    expected_output, expected_weights = reference(X, mask)
-    assert (output.shape, weights.shape) == ((1, 6, 16), (1, 4, 6, 6))
-    torch.testing.assert_close(output, expected_output, atol=1e-5, rtol=0)
-    torch.testing.assert_close(weights, expected_weights, atol=1e-5, rtol=0)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, 6))
 
 
 def test_multi_head_attention_is_that_of_pytorch_with_its_weights():
@@ -124,16 +82,6 @@ def test_sinusoidal_positions():
     torch.testing.assert_close(table[:, 1::2].double(), angles.cos(), atol=1e-5, rtol=0)
     torch.testing.assert_close(table.norm(dim=-1), torch.full((128,), 32**0.5))  # every position has norm sqrt(32)
     assert table[0].tolist() == [0, 1] * 32
-
-
-@pytest.mark.parametrize("mask", [None, CAUSAL], ids=["none", "causal"])
-def test_the_block_takes_the_weights_of_the_listing_and_gives_its_output(mask):
-    torch.manual_seed(2)
-    block, reference, x = TransformerBlock(d_model=32, h=4, d_ff=128), PlainBlock(32, 4, 128), torch.randn(1, 6, 32)
-    block.load_state_dict(reference.state_dict())
-    assert block(x, mask).shape == (1, 6, 32)
-    assert torch.equal(block.ff1.weight, reference.ff1.weight)
-    torch.testing.assert_close(block(x, mask), reference(x, mask), atol=1e-5, rtol=0)
 
 
 def test_a_step_of_training_lowers_the_loss():

@@ -3,65 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import monoblock as mb
 from monoblock.classic.module13 import GPT, MLP, LayerNorm, TransformerBlock, create_causal_mask
-
-
-class PlainNorm(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.gamma, self.beta = nn.Parameter(torch.randn(width)), nn.Parameter(torch.randn(width))
-
-    def forward(self, x):
-        return F.layer_norm(x, x.shape[-1:], self.gamma, self.beta, 1e-5)
-
-
-class PlainAttention(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
-
-    def forward(self, x, mask):
-        parts = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
-        out = F.scaled_dot_product_attention(*parts, attn_mask=mask.bool())
-        return self.out_proj(out.transpose(1, 2).flatten(2))
-
-
-class PlainMLP(nn.Module):
-    def __init__(self, width, hidden):
-        super().__init__()
-        self.linear1, self.linear2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x):
-        return self.linear2(F.gelu(self.linear1(x)))
-
-
-class PlainBlock(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.ln1, self.ln2 = PlainNorm(width), PlainNorm(width)
-        self.attention, self.mlp = PlainAttention(width, heads), PlainMLP(width, 4 * width)
-
-    def forward(self, x, mask):
-        x = x + self.attention(self.ln1(x), mask)
-        return x + self.mlp(self.ln2(x))
-
-
-class PlainGPT(nn.Module):
-    def __init__(self, vocab, width, layers, heads, context):
-        super().__init__()
-        self.token_embedding, self.position_embedding = nn.Embedding(vocab, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(PlainBlock(width, heads) for _ in range(layers))
-        self.ln_f = PlainNorm(width)
-
-    def forward(self, ids):
-        x = self.token_embedding(ids) + self.position_embedding.weight[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x, torch.ones(ids.shape[1], ids.shape[1]).tril())
-        return self.ln_f(x) @ self.token_embedding.weight.T
+from monoblock.errors import InputError
 
 
 def test_the_causal_mask_of_four_tokens():
@@ -78,9 +23,6 @@ def test_layer_norm_has_gamma_and_beta_and_normalizes_the_last_axis():
     out = norm.forward(x)
     torch.testing.assert_close(out.mean(-1), torch.zeros(2, 7), atol=1e-5, rtol=0)
     torch.testing.assert_close(out.var(-1, correction=0), torch.ones(2, 7), atol=1e-4, rtol=0)
-    reference = PlainNorm(12)
-    norm.load_state_dict(reference.state_dict())
-    torch.testing.assert_close(norm(x), reference(x), atol=1e-5, rtol=0)
 
 
 def test_layer_norm_of_equal_features_is_finite():
@@ -95,34 +37,33 @@ def test_the_mlp_is_four_times_as_wide_inside():
     assert sum(p.numel() for p in MLP(8, hidden_dim=5).parameters()) == 2 * 8 * 5 + 5 + 8
 
 
-def test_the_mlp_takes_the_weights_of_the_listing():
-    mlp, reference, x = MLP(8).eval(), PlainMLP(8, 32), torch.randn(2, 3, 8)
-    mlp.load_state_dict(reference.state_dict())
-    torch.testing.assert_close(mlp.forward(x), reference(x), atol=1e-5, rtol=0)
-
-
 def test_dropout_is_applied_in_training_only():
     mlp, x = MLP(8, dropout_prob=0.5), torch.randn(2, 3, 8)
     assert not torch.equal(mlp(x), mlp(x))
     assert torch.equal(mlp.eval()(x), mlp(x))
 
 
-def test_the_block_takes_the_weights_of_the_listing_and_gives_its_output():
+def test_a_mask_for_each_row_of_a_batch():
     torch.manual_seed(0)
-    block, reference, x = TransformerBlock(embed_dim=12, num_heads=3).eval(), PlainBlock(12, 3), torch.randn(2, 7, 12)
-    block.load_state_dict(reference.state_dict())
-    for mask in (create_causal_mask(7), torch.ones(1, 7, 7)):
-        torch.testing.assert_close(block.forward(x, mask), reference(x, mask), atol=1e-5, rtol=0)
-    torch.testing.assert_close(block(x), reference(x, torch.ones(7, 7)), atol=1e-5, rtol=0)
-    masks = torch.cat((create_causal_mask(7), torch.ones(1, 7, 7)))  # one for each row of the batch
-    rows = [reference(x[row : row + 1], masks[row]) for row in range(2)]
+    block, x = TransformerBlock(embed_dim=12, num_heads=3).eval(), torch.randn(2, 7, 12)
+    masks = torch.cat((create_causal_mask(7), torch.ones(1, 7, 7)))
+    rows = [block.forward(x[row : row + 1], masks[row : row + 1]) for row in range(2)]
     torch.testing.assert_close(block(x, masks), torch.cat(rows), atol=1e-5, rtol=0)
+    torch.testing.assert_close(block(x), torch.cat((block(x[:1]), rows[1])), atol=1e-5, rtol=0)
 
 
 def test_the_width_of_the_mlp_of_a_block():
     assert TransformerBlock(8, 2, mlp_ratio=3).config.feedforward.hidden == 24
     assert TransformerBlock(8, 2, ff_dim=5).config.feedforward.hidden == 5
-    assert isinstance(TransformerBlock(8, 2).parameters(), list)
+
+
+def test_the_parameters_of_every_class_are_a_list():
+    model = GPT(23, 12, 2, 3, 16)
+    parts = [part for part in model.modules() if type(part).__module__ == "monoblock.classic.module13"]
+    kinds = {"GPT", "TransformerBlock", "MultiHeadAttention", "LayerNorm", "MLP", "Linear", "Embedding"}
+    assert {type(part).__name__ for part in parts} == kinds
+    assert all(part.parameters() == [weight for _, weight in part.named_parameters()] for part in parts)
+    assert all(isinstance(part.parameters(), list) for part in parts)
 
 
 def test_the_block_of_table_6_has_3_2_million_parameters():
@@ -137,16 +78,6 @@ def test_the_gpt_has_64_453_632_parameters():
     assert sum(p.numel() for p in model.parameters()) == 64_453_632
 
 
-def test_the_gpt_computes_what_a_plain_one_computes():
-    torch.manual_seed(1)
-    model, reference = GPT(23, 12, 2, 3, max_seq_len=16).eval(), PlainGPT(23, 12, 2, 3, 16)
-    model.load_state_dict(reference.state_dict())
-    tokens = torch.randint(23, (2, 16))
-    assert model.forward(tokens).shape == (2, 16, 23)
-    torch.testing.assert_close(model.forward(tokens), reference(tokens), atol=1e-4, rtol=1e-5)  # logits of about ±20
-    assert torch.equal(model._create_causal_mask(4), create_causal_mask(4))
-
-
 def test_generate_samples_at_temperature_one_and_keeps_the_prompt():
     torch.manual_seed(2)
     model, prompt = GPT(50, 16, 1, 2, 64), torch.tensor([[3, 5, 7]])
@@ -155,15 +86,24 @@ def test_generate_samples_at_temperature_one_and_keeps_the_prompt():
     assert {len(sample) for sample in samples} == {8}
     assert {sample[:3] for sample in samples} == {(3, 5, 7)}
     assert model.generate(prompt).shape == (1, 53)  # 50 new tokens by default
-    greedy = mb.Transformer.generate(model, prompt, max_new_tokens=5)
+    greedy = model.to_monoblock().generate(prompt, max_new_tokens=5)
     assert torch.equal(model.generate(prompt, 5, temperature=0.0), greedy)
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused():
+    model, prompt = GPT(23, 12, 1, 3, max_seq_len=16), torch.tensor([[3, 5, 7]])
+    with pytest.raises(InputError, match=r"3 tokens .* max_new_tokens=30 exceed the 16 positions .* max_new_tokens=13"):
+        model.generate(prompt, max_new_tokens=30)
+    assert model.generate(prompt, max_new_tokens=13).shape == (1, 16)
+    with pytest.raises(InputError, match="a prompt of at most 15 tokens"):
+        model.generate(torch.ones(1, 16, dtype=torch.long), max_new_tokens=1)
 
 
 def test_frequencies_of_samples_are_the_probabilities_of_the_model():
     torch.manual_seed(3)
     model = GPT(6, 16, 1, 2, 8).eval()
     with torch.no_grad():
-        model.get_parameter("input.token.weight").mul_(20)
+        model.token_embedding.weight.mul_(20)
     prompt = torch.tensor([[1, 2]])
     drawn = model.generate(prompt, 1, seed=0, num_return_sequences=1000)[:, -1]
     expected = model(prompt)[0, -1].softmax(-1)

@@ -1,4 +1,4 @@
-"""The classes and functions of the five source documents, under their own names, built on monoblock's modules.
+"""The classes and functions of the five source documents, with their names inside as well as outside.
 
 There is one module for each document (docs/classic.md), because their signatures differ:
 
@@ -11,6 +11,6 @@ chapter       the textbook chapter with exercises
     from monoblock.classic.blocks import Transformer
     model = Transformer(src_vocab=37000, tgt_vocab=37000)
 
-Attention, norms, feed-forward networks and blocks are those of `monoblock.nn`.  `load_state_dict` takes weights under
-the names of the document's listing as well as under those of monoblock.
+Submodules, weights and methods have the names of the listing, so that its code works in and on these classes.
+`to_monoblock()` returns the module of `monoblock.nn` that computes the same and shares the weights.
 """

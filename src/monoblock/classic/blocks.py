@@ -12,7 +12,8 @@ the tutorial, no mask means that everything is seen: a decoder needs a causal ma
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from monoblock.classic.shared import accept_listing_names, alias, attention_context, scaled_dot_product_attention
+from monoblock.classic.shared import Listing, ListingModel, fused_attention, scaled_dot_product_attention
 from monoblock.config.families import build_encoder_decoder
 from monoblock.config.model import (
     AttentionConfig,
@@ -31,10 +32,10 @@ from monoblock.config.model import (
     ModelConfig,
     Sinusoid,
 )
+from monoblock.errors import InputError
 from monoblock.nn.attention import Attention
 from monoblock.nn.block import Block
 from monoblock.nn.positions import sinusoid
-from monoblock.nn.transformer import Transformer as MonoblockTransformer
 from monoblock.training.schedule import noam
 
 __all__ = [
@@ -49,9 +50,6 @@ __all__ = [
     "scaled_dot_product_attention",
     "train_step",
 ]
-
-ATTENTION_NAMES = {"W_q": "query", "W_k": "key", "W_v": "value", "W_o": "output"}
-FFN_NAMES = {"ffn.0": "feedforward.up", "ffn.3": "feedforward.down"}  # 1 and 2 are the ReLU and dropout
 
 
 class PositionalEncoding(nn.Module):
@@ -72,10 +70,10 @@ class PositionalEncoding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x + positions, of the shape of x."""
-        return self.dropout(x + self.pe[:, : x.shape[1]].to(x.dtype))
+        return self.dropout(x + self.pe[:, : x.size(1)].to(x.dtype))
 
 
-class MultiHeadAttention(Attention):
+class MultiHeadAttention(Listing):
     """Multi-head attention without biases; queries, keys and values may come from different tensors.
 
     Args:
@@ -83,21 +81,29 @@ class MultiHeadAttention(Attention):
         num_heads: number of heads; it divides `d_model`.
     """
 
-    W_q, W_k, W_v, W_o = alias("query"), alias("key"), alias("value"), alias("output")
-    d_model, num_heads = alias("query.in_features"), alias("config.heads")
+    NAMES: ClassVar = {"W_q": "query", "W_k": "key", "W_v": "value", "W_o": "output"}
 
     def __init__(self, d_model: int, num_heads: int) -> None:
-        config = AttentionConfig(heads=num_heads, bias="", mask="full")
-        config.check_width(d_model)
-        super().__init__(d_model, config)
-        accept_listing_names(self, ATTENTION_NAMES)
+        super().__init__()
+        self.config = AttentionConfig(heads=num_heads, bias="", mask="full")
+        self.config.check_width(d_model)
+        self.d_model, self.num_heads, self.d_k = d_model, num_heads, d_model // num_heads
+        self.W_q = nn.Linear(d_model, d_model, bias=False)
+        self.W_k = nn.Linear(d_model, d_model, bias=False)
+        self.W_v = nn.Linear(d_model, d_model, bias=False)
+        self.W_o = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def split_heads(self, x: Tensor, batch_size: int) -> Tensor:
+        """Reshape x (batch, seq, d_model) to heads (batch, num_heads, seq, d_k)."""
+        return x.view(batch_size, -1, self.num_heads, self.d_k).transpose(1, 2)
+
+    def forward(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend from Q (batch, T, d_model) to K and V (batch, S, d_model); the output has the shape of Q."""
-        projected = self.query(Q), self.key(K), self.value(V)
-        q, k, v = (self._split_heads(x, self.config.heads) for x in projected)
-        out = self._attend(q, k, v, attention_context(mask, Q, K), tap=None)
-        return self.output(out.transpose(1, 2).flatten(2))
+        q, k, v = (self.split_heads(W(x), x.size(0)) for W, x in ((self.W_q, Q), (self.W_k, K), (self.W_v, V)))
+        return self.W_o(fused_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+    def counterpart(self) -> Attention:
+        return Attention(self.d_model, self.config)
 
 
 def _block_config(d_model: int, num_heads: int, d_ff: int, dropout: float) -> BlockConfig:
@@ -110,11 +116,11 @@ def _block_config(d_model: int, num_heads: int, d_ff: int, dropout: float) -> Bl
     )
 
 
-def _attention_names(theirs: str, ours: str) -> dict[str, str]:
-    return {f"{theirs}.{name}": f"{ours}.{our_name}" for name, our_name in ATTENTION_NAMES.items()}
+def _ffn(d_model: int, d_ff: int, dropout: float) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Dropout(dropout), nn.Linear(d_ff, d_model))
 
 
-class EncoderBlock(Block):
+class EncoderBlock(Listing):
     """A post-norm block: self-attention, then a feed-forward network with ReLU, each with residual sum and norm.
 
     Args:
@@ -124,42 +130,66 @@ class EncoderBlock(Block):
         dropout: dropout probability of the output of each sublayer and inside the feed-forward network.
     """
 
-    norm1, norm2 = alias("attention_norm"), alias("feedforward_norm")
-    self_attn, ffn = alias("attention"), alias("feedforward")
+    NAMES: ClassVar = {
+        "self_attn": "attention",
+        "norm1": "attention_norm",
+        "ffn.0": "feedforward.up",
+        "ffn.3": "feedforward.down",
+        "norm2": "feedforward_norm",
+    }
 
     def __init__(self, d_model: int, num_heads: int, d_ff: int, dropout: float = 0.1) -> None:
-        super().__init__(_block_config(d_model, num_heads, d_ff, dropout))
-        names = {"norm1": "attention_norm", "norm2": "feedforward_norm"}
-        accept_listing_names(self, names | FFN_NAMES | _attention_names("self_attn", "attention"))
+        super().__init__()
+        self.config = _block_config(d_model, num_heads, d_ff, dropout)
+        self.self_attn = MultiHeadAttention(d_model, num_heads)
+        self.norm1, self.dropout1 = nn.LayerNorm(d_model), nn.Dropout(dropout)
+        self.ffn = _ffn(d_model, d_ff, dropout)
+        self.norm2, self.dropout2 = nn.LayerNorm(d_model), nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Apply the block to x (batch, seq, d_model); the output has the same shape."""
-        return super().forward(x, attention_context(mask, x, x))
+        x = self.norm1(x + self.dropout1(self.self_attn(x, x, x, mask)))
+        return self.norm2(x + self.dropout2(self.ffn(x)))
+
+    def counterpart(self) -> Block:
+        return Block(self.config)
 
 
-class DecoderBlock(Block):
+class DecoderBlock(Listing):
     """A post-norm block with three sublayers: self-attention, cross-attention to the encoder, feed-forward network.
 
     The arguments are those of `EncoderBlock`.
     """
 
-    norm1, norm2, norm3 = alias("attention_norm"), alias("cross_norm"), alias("feedforward_norm")
-    self_attn, cross_attn, ffn = alias("attention"), alias("cross"), alias("feedforward")
+    NAMES: ClassVar = {
+        "self_attn": "attention",
+        "norm1": "attention_norm",
+        "cross_attn": "cross",
+        "norm2": "cross_norm",
+        "ffn.0": "feedforward.up",
+        "ffn.3": "feedforward.down",
+        "norm3": "feedforward_norm",
+    }
 
     def __init__(self, d_model: int, num_heads: int, d_ff: int, dropout: float = 0.1) -> None:
+        super().__init__()
         config = _block_config(d_model, num_heads, d_ff, dropout)
-        super().__init__(BlockConfig(**{**vars(config), "cross": config.attention}))
-        names = {"norm1": "attention_norm", "norm2": "cross_norm", "norm3": "feedforward_norm"}
-        names |= _attention_names("self_attn", "attention") | _attention_names("cross_attn", "cross")
-        accept_listing_names(self, names | FFN_NAMES)
+        self.config = replace(config, cross=config.attention)
+        self.self_attn, self.norm1 = MultiHeadAttention(d_model, num_heads), nn.LayerNorm(d_model)
+        self.cross_attn, self.norm2 = MultiHeadAttention(d_model, num_heads), nn.LayerNorm(d_model)
+        self.ffn, self.norm3 = _ffn(d_model, d_ff, dropout), nn.LayerNorm(d_model)
+        self.dropout = nn.Dropout(dropout)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, tgt: Tensor, enc_output: Tensor, tgt_mask: Tensor | None = None, src_mask: Tensor | None = None
     ) -> Tensor:
         """Apply the block to tgt (batch, T, d_model), with cross-attention to enc_output (batch, S, d_model)."""
-        context = attention_context(tgt_mask, tgt, tgt)
-        memory_context = attention_context(src_mask, tgt, enc_output)
-        return super().forward(tgt, context, memory=enc_output, memory_context=memory_context)
+        tgt = self.norm1(tgt + self.dropout(self.self_attn(tgt, tgt, tgt, tgt_mask)))
+        tgt = self.norm2(tgt + self.dropout(self.cross_attn(tgt, enc_output, enc_output, src_mask)))
+        return self.norm3(tgt + self.dropout(self.ffn(tgt)))
+
+    def counterpart(self) -> Block:
+        return Block(self.config)
 
 
 class Encoder(nn.Module):
@@ -176,7 +206,7 @@ class Encoder(nn.Module):
         return x
 
 
-class Transformer(nn.Module):
+class Transformer(ListingModel):
     """The encoder-decoder of Vaswani et al. (2017), with separate embeddings and a biased output.
 
     Args:
@@ -185,7 +215,17 @@ class Transformer(nn.Module):
         num_blocks: number of encoder blocks, and of decoder blocks.
         max_len: number of positions.
         dropout: dropout probability everywhere, also in the encoder (which the tutorial's class leaves at 0.1).
+
+    Weights may be tied as in `model.out_proj.weight = model.tgt_embed.weight = model.src_embed.weight`.
     """
+
+    NAMES: ClassVar = {
+        "src_embed": "input.token",
+        "tgt_embed": "target.token",
+        "encoder.blocks": "encoder",
+        "out_proj.weight": "head.output.weight",
+        "out_proj.bias": "head.bias",
+    }
 
     def __init__(
         self,
@@ -199,6 +239,19 @@ class Transformer(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
+        source, target = (
+            EmbeddingConfig(vocab=vocab, scale="sqrt_width", positions=Sinusoid(), dropout=dropout)
+            for vocab in (src_vocab, tgt_vocab)
+        )
+        self.untied_config = build_encoder_decoder(
+            _block_config(d_model, num_heads, d_ff, dropout),
+            depth=num_blocks,
+            source=source,
+            target=target,
+            norm=None,
+            head=HeadConfig(kind="language_model"),
+            tie="none",
+        )
         self.src_embed = nn.Embedding(src_vocab, d_model)
         self.tgt_embed = nn.Embedding(tgt_vocab, d_model)
         self.pos_enc = PositionalEncoding(d_model, max_len, dropout)
@@ -208,16 +261,16 @@ class Transformer(nn.Module):
 
     def encode(self, src: Tensor, src_mask: Tensor | None = None) -> Tensor:
         """Return the hidden states (batch, S, d_model) of source tokens (batch, S)."""
-        return self.encoder(self._embed(self.src_embed, src), src_mask)
+        return self.encoder(self.pos_enc(self.src_embed(src) * self.src_embed.embedding_dim**0.5), src_mask)
 
     def decode(
         self, tgt: Tensor, enc_out: Tensor, tgt_mask: Tensor | None = None, src_mask: Tensor | None = None
     ) -> Tensor:
         """Return the hidden states (batch, T, d_model) of target tokens (batch, T); `out_proj` makes them logits."""
-        x = self._embed(self.tgt_embed, tgt)
+        tgt = self.pos_enc(self.tgt_embed(tgt) * self.tgt_embed.embedding_dim**0.5)
         for block in self.decoder:
-            x = block(x, enc_out, tgt_mask, src_mask)
-        return x
+            tgt = block(tgt, enc_out, tgt_mask, src_mask)
+        return tgt
 
     def forward(
         self, src: Tensor, tgt: Tensor, src_mask: Tensor | None = None, tgt_mask: Tensor | None = None
@@ -225,41 +278,24 @@ class Transformer(nn.Module):
         """Return the logits (batch, T, tgt_vocab)."""
         return self.out_proj(self.decode(tgt, self.encode(src, src_mask), tgt_mask, src_mask))
 
-    def _embed(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
-        return self.pos_enc(embedding(ids) * embedding.embedding_dim**0.5)
+    def causal_logits(self, ids: Tensor) -> Tensor:
+        return self(ids, ids, tgt_mask=make_masks(ids, ids, pad=-1)[1])
 
-    def to_monoblock(self) -> MonoblockTransformer:
-        """Return a `monoblock.Transformer` that shares these weights, to generate, inspect, save or examine it.
-
-        Its decoder is always causal, so `model(src, tgt)` of the result needs no mask.
-        """
-        with torch.device("meta"):
-            model = MonoblockTransformer(self._config())
-        state = {_monoblock_name(name): tensor for name, tensor in self.state_dict().items() if name != "pos_enc.pe"}
-        model.load_state_dict(state, assign=True)
-        return model.train(self.training)
-
-    def _config(self) -> ModelConfig:
-        block = cast(Block, self.encoder.blocks[0]).config
-        vocabularies = self.src_embed.num_embeddings, self.tgt_embed.num_embeddings
-        source, target = (
-            EmbeddingConfig(vocab=vocab, scale="sqrt_width", positions=Sinusoid(), dropout=self.pos_enc.dropout.p)
-            for vocab in vocabularies
-        )
+    def model_config(self) -> ModelConfig:
         head = HeadConfig(kind="language_model", bias="none" if self.out_proj.bias is None else "learned")
-        depth = len(self.decoder)
-        return build_encoder_decoder(block, depth=depth, source=source, target=target, norm=None, head=head, tie="none")
+        return replace(self.untied_config, head=head, tie=self._tie())
 
-
-def _monoblock_name(name: str) -> str:
-    """Return the name of a weight of `Transformer` in a `monoblock.Transformer`."""
-    renamed = {
-        "src_embed.weight": "input.token.weight",
-        "tgt_embed.weight": "target.token.weight",
-        "out_proj.weight": "head.output.weight",
-        "out_proj.bias": "head.bias",
-    }
-    return renamed.get(name, name.replace("encoder.blocks.", "encoder."))
+    def _tie(self) -> Literal["none", "output", "source_target", "three_way"]:
+        """Return which of the two embeddings and the output matrix are one."""
+        source, target, output = self.src_embed.weight, self.tgt_embed.weight, self.out_proj.weight
+        if source is target:
+            return "three_way" if output is target else "source_target"
+        if output is source:
+            raise InputError(
+                "the output is tied to src_embed, but tgt_embed is not; write model.tgt_embed.weight = "
+                "model.src_embed.weight as well, or tie the output to tgt_embed"
+            )
+        return "output" if output is target else "none"
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

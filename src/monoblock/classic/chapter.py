@@ -9,16 +9,13 @@ In every mask of this module 0 or False means blocked; `torch.tril(torch.ones(T,
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import ClassVar
 
-from monoblock.classic.shared import (
-    WeightsRecorder,
-    accept_listing_names,
-    alias,
-    attention_context,
-    scaled_dot_product_attention,
-)
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.classic.shared import Listing, scaled_dot_product_attention
 from monoblock.config.model import AttentionConfig, BlockConfig, FeedForwardConfig
 from monoblock.nn.attention import Attention
 from monoblock.nn.block import Block
@@ -26,15 +23,13 @@ from monoblock.nn.positions import sinusoid
 
 __all__ = ["MultiHeadAttention", "TransformerBlock", "scaled_dot_product_attention", "sinusoidal_positional_encoding"]
 
-ATTENTION_NAMES = {"W_Q": "query", "W_K": "key", "W_V": "value", "W_O": "output"}
-
 
 def sinusoidal_positional_encoding(T: int, d_model: int) -> Tensor:
     """Return the sinusoidal encodings (T, d_model) of the positions 0 to T - 1."""
     return sinusoid(torch.arange(T), d_model)
 
 
-class MultiHeadAttention(Attention):
+class MultiHeadAttention(Listing):
     """Multi-head self-attention without biases that returns its weights.
 
     Args:
@@ -42,22 +37,30 @@ class MultiHeadAttention(Attention):
         h: number of heads; it divides `d_model`.
     """
 
-    W_Q, W_K, W_V, W_O = alias("query"), alias("key"), alias("value"), alias("output")
-    h = alias("config.heads")
+    NAMES: ClassVar = {"W_Q": "query", "W_K": "key", "W_V": "value", "W_O": "output"}
 
     def __init__(self, d_model: int, h: int) -> None:
-        config = AttentionConfig(heads=h, bias="", mask="full")
-        config.check_width(d_model)
-        super().__init__(d_model, config)
-        accept_listing_names(self, ATTENTION_NAMES)
+        super().__init__()
+        self.config = AttentionConfig(heads=h, bias="", mask="full")
+        self.config.check_width(d_model)
+        self.h, self.d_k = h, d_model // h
+        self.W_Q = nn.Linear(d_model, d_model, bias=False)
+        self.W_K = nn.Linear(d_model, d_model, bias=False)
+        self.W_V = nn.Linear(d_model, d_model, bias=False)
+        self.W_O = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, X: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, X: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the output (B, T, d_model) and the attention weights (B, h, T, T) of X (B, T, d_model)."""
-        recorder = WeightsRecorder()
-        return super().forward(X, attention_context(mask, X, X), tap=recorder), recorder.weights
+        B, T, _ = X.shape
+        Q, K, V = (W(X).view(B, T, self.h, self.d_k).transpose(1, 2) for W in (self.W_Q, self.W_K, self.W_V))
+        out, weights = scaled_dot_product_attention(Q, K, V, mask)
+        return self.W_O(out.transpose(1, 2).flatten(2)), weights
+
+    def counterpart(self) -> Attention:
+        return Attention(self.W_O.out_features, self.config)
 
 
-class TransformerBlock(Block):
+class TransformerBlock(Listing):
     """A pre-norm block: x + attention(norm1(x)), then x + ff2(relu(ff1(norm2(x)))); attention has no biases.
 
     Args:
@@ -66,20 +69,28 @@ class TransformerBlock(Block):
         d_ff: hidden size of the feed-forward network.
     """
 
-    norm1, norm2, attn = alias("attention_norm"), alias("feedforward_norm"), alias("attention")
-    ff1, ff2 = alias("feedforward.up"), alias("feedforward.down")
+    NAMES: ClassVar = {
+        "norm1": "attention_norm",
+        "attn": "attention",
+        "norm2": "feedforward_norm",
+        "ff1": "feedforward.up",
+        "ff2": "feedforward.down",
+    }
 
     def __init__(self, d_model: int, h: int, d_ff: int) -> None:
-        config = BlockConfig(
+        super().__init__()
+        self.config = BlockConfig(
             width=d_model,
             attention=AttentionConfig(heads=h, bias="", mask="full"),
             feedforward=FeedForwardConfig(hidden=d_ff, activation="relu"),
         )
-        super().__init__(config)
-        names = {"norm1": "attention_norm", "norm2": "feedforward_norm", "ff1": "feedforward.up"}
-        names |= {f"attn.{name}": f"attention.{our_name}" for name, our_name in ATTENTION_NAMES.items()}
-        accept_listing_names(self, names | {"ff2": "feedforward.down"})
+        self.norm1, self.attn = nn.LayerNorm(d_model), MultiHeadAttention(d_model, h)
+        self.norm2, self.ff1, self.ff2 = nn.LayerNorm(d_model), nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Apply the block to x (B, T, d_model); the output has the same shape."""
-        return super().forward(x, attention_context(mask, x, x))
+        x = x + self.attn(self.norm1(x), mask=mask)[0]
+        return x + self.ff2(F.relu(self.ff1(self.norm2(x))))
+
+    def counterpart(self) -> Block:
+        return Block(self.config)

@@ -7,36 +7,22 @@ logits = GPT(vocab=65)(idx)                        # (B, N, 65)
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from monoblock.classic.shared import SizedTransformer, accept_listing_names, alias, attention_context, layer_names
-from monoblock.config.families import LAYER_NORM, build_stack
+from monoblock.classic.shared import Listing, ListingModel, gpt_config
 from monoblock.config.model import (
     AttentionConfig,
     BlockConfig,
-    EmbeddingConfig,
     FeedForwardConfig,
-    HeadConfig,
-    Learned,
     ModelConfig,
 )
 from monoblock.nn.attention import attend
-from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
-
-# The weights of the lecture's block, which contains an nn.MultiheadAttention, and ours.
-BLOCK_NAMES = {
-    "norm1": "attention_norm",
-    "norm2": "feedforward_norm",
-    "attn.in_proj_weight": "attention.query.weight attention.key.weight attention.value.weight",
-    "attn.in_proj_bias": "attention.query.bias attention.key.bias attention.value.bias",
-    "attn.out_proj": "attention.output",
-    "ffn.0": "feedforward.up",
-    "ffn.2": "feedforward.down",
-}
+from monoblock.nn.initialize import initialize
 
 
 def multi_head_attention(x: Tensor, Wq: Tensor, Wk: Tensor, Wv: Tensor, Wo: Tensor, n_heads: int) -> Tensor:
@@ -45,49 +31,56 @@ def multi_head_attention(x: Tensor, Wq: Tensor, Wk: Tensor, Wv: Tensor, Wo: Tens
     return attend(q, k, v).transpose(1, 2).flatten(2) @ Wo
 
 
-def _block_config(d_model: int, n_heads: int, d_ff: int, mask: Literal["causal", "full"]) -> BlockConfig:
+def _block_config(d_model: int, n_heads: int, d_ff: int) -> BlockConfig:
     return BlockConfig(
         width=d_model,
-        attention=AttentionConfig(heads=n_heads, mask=mask),
+        attention=AttentionConfig(heads=n_heads, mask="full"),
         feedforward=FeedForwardConfig(hidden=d_ff, activation="gelu"),
     )
 
 
-class TransformerBlock(Block):
+class TransformerBlock(Listing):
     """A pre-norm block: x + attention(norm1(x)), then x + ffn(norm2(x)), with biases and GELU.
 
     Args:
         d_model: size of the hidden states.
         n_heads: number of heads; it divides `d_model`.
         d_ff: hidden size of the feed-forward network.
-
-    Weights of the lecture's listing, whose attention is an `nn.MultiheadAttention`, load into it.
     """
 
-    norm1, norm2 = alias("attention_norm"), alias("feedforward_norm")
-    attn, ffn = alias("attention"), alias("feedforward")
+    NAMES: ClassVar = {
+        "norm1": "attention_norm",
+        "attn.in_proj_weight": "attention.query.weight attention.key.weight attention.value.weight",
+        "attn.in_proj_bias": "attention.query.bias attention.key.bias attention.value.bias",
+        "attn.out_proj": "attention.output",
+        "norm2": "feedforward_norm",
+        "ffn.0": "feedforward.up",
+        "ffn.2": "feedforward.down",
+    }
 
     def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
-        super().__init__(_block_config(d_model, n_heads, d_ff, "full"))
-        accept_listing_names(self, BLOCK_NAMES)
+        super().__init__()
+        self.config = _block_config(d_model, n_heads, d_ff)
+        self.norm1 = nn.LayerNorm(d_model)
+        self.attn = nn.MultiheadAttention(d_model, n_heads, batch_first=True)
+        self.norm2 = nn.LayerNorm(d_model)
+        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.GELU(), nn.Linear(d_ff, d_model))
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Apply the block to x (B, N, d_model).
 
         `mask` is the `attn_mask` of `nn.MultiheadAttention`: booleans (N, N) or (B * n_heads, N, N) that are True where
         attention is blocked, or numbers that are added to the scores.
         """
-        if mask is not None and mask.dim() == 3:
-            mask = mask.unflatten(0, (-1, self.config.attention.heads))
-        if mask is None or mask.dtype == torch.bool:
-            context = attention_context(None if mask is None else ~mask, x, x)
-        else:
-            unmasked = attention_context(None, x, x)
-            context = AttentionContext(unmasked.resolved_mask, bias=mask[(None,) * (4 - mask.dim())])
-        return super().forward(x, context)
+        h = self.norm1(x)
+        x = x + self.attn(h, h, h, attn_mask=mask, need_weights=False)[0]
+        return x + self.ffn(self.norm2(x))
+
+    def counterpart(self) -> Block:
+        return Block(self.config)
 
 
-class GPT(SizedTransformer):
+class GPT(ListingModel):
     """A decoder-only language model: learned positions, pre-norm blocks, an output that is not tied.
 
     Args:
@@ -97,20 +90,37 @@ class GPT(SizedTransformer):
         n_layers: number of blocks.
         max_len: number of positions.
 
-    It is a `monoblock.Transformer`, with `generate`, `stream` and `save_pretrained`.
+    The output is tied to the embedding by `model.head.weight = model.tok_emb.weight`.
     """
 
-    tok_emb, pos_emb = alias("input.token"), alias("input.position")
-    blocks, norm_f = alias("decoder.blocks"), alias("decoder.norm")
+    NAMES: ClassVar = {
+        "tok_emb": "input.token",
+        "pos_emb": "input.position",
+        "blocks": "decoder",
+        "norm_f": "decoder.norm",
+        "head": "head.output",
+    }
 
     def __init__(self, vocab: int, d_model: int = 192, n_heads: int = 6, n_layers: int = 6, max_len: int = 256) -> None:
-        block = _block_config(d_model, n_heads, 4 * d_model, "causal")
-        config = ModelConfig(
-            input=EmbeddingConfig(vocab=vocab, context=max_len, positions=Learned()),
-            decoder=build_stack(n_layers, block, norm=LAYER_NORM),
-            head=HeadConfig(kind="language_model"),
-        )
-        super().__init__(config)
-        names = layer_names(BLOCK_NAMES, "blocks", "decoder", n_layers)
-        names |= {"tok_emb": "input.token", "pos_emb": "input.position"}
-        accept_listing_names(self, names | {"norm_f": "decoder.norm", "head.weight": "head.output.weight"})
+        super().__init__()
+        block = _block_config(d_model, n_heads, 4 * d_model)
+        self.untied_config = gpt_config(block, n_layers, vocab=vocab, context=max_len)
+        self.max_len = max_len
+        self.tok_emb = nn.Embedding(vocab, d_model)
+        self.pos_emb = nn.Embedding(max_len, d_model)
+        self.blocks = nn.ModuleList(TransformerBlock(d_model, n_heads, 4 * d_model) for _ in range(n_layers))
+        self.norm_f = nn.LayerNorm(d_model)
+        self.head = nn.Linear(d_model, vocab, bias=False)
+        initialize(Listing.to_monoblock(self), self.untied_config)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Return the logits (B, N, vocab) of token ids (B, N)."""
+        N = idx.size(1)
+        x = self.tok_emb(idx) + self.pos_emb(torch.arange(N, device=idx.device))
+        mask = torch.ones(N, N, device=idx.device).triu(1).bool()
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return self.head(self.norm_f(x))
+
+    def model_config(self) -> ModelConfig:
+        return replace(self.untied_config, tie="output" if self.head.weight is self.tok_emb.weight else "none")

@@ -5,43 +5,32 @@
     model = GPT(vocab_size=50000, embed_dim=768, num_layers=12, num_heads=12)
     tokens = model.generate(prompt, max_new_tokens=50, temperature=0.8)
 
-`parameters()` is a list, as in the course.
+`parameters()` is a list, as in the course.  In every mask 1.0 means that a position may be seen, and 0.0 that it is
+blocked.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monoblock.classic.shared import SizedTransformer, accept_listing_names, alias, attention_context, layer_names
-from monoblock.config.families import LAYER_NORM, build_stack
+from monoblock.classic.shared import Listing, ListingModel, fused_attention, gpt_config
 from monoblock.config.model import (
     AttentionConfig,
     BlockConfig,
-    EmbeddingConfig,
     FeedForwardConfig,
-    HeadConfig,
-    Learned,
     ModelConfig,
     NormConfig,
 )
+from monoblock.nn.attention import Attention
 from monoblock.nn.block import Block
 from monoblock.nn.feedforward import FeedForward
-from monoblock.nn.norm import Norm
-
-MLP_NAMES = {"linear1": "up", "linear2": "down"}
-NORM_NAMES = {"gamma": "weight", "beta": "bias"}
-BLOCK_NAMES = {
-    **{f"ln1.{name}": f"attention_norm.{ours}" for name, ours in NORM_NAMES.items()},
-    **{f"ln2.{name}": f"feedforward_norm.{ours}" for name, ours in NORM_NAMES.items()},
-    **{f"mlp.{name}": f"feedforward.{ours}" for name, ours in MLP_NAMES.items()},
-    "attention.q_proj": "attention.query",
-    "attention.k_proj": "attention.key",
-    "attention.v_proj": "attention.value",
-    "attention.out_proj": "attention.output",
-}
+from monoblock.nn.initialize import initialize
+from monoblock.nn.norm import Norm, layer_norm
 
 
 def create_causal_mask(seq_len: int) -> Tensor:
@@ -57,7 +46,15 @@ class ListOfParameters(nn.Module):
         return list(super().parameters(recurse))
 
 
-class LayerNorm(ListOfParameters, Norm):
+class Linear(ListOfParameters, nn.Linear):
+    """The course's linear layer: that of PyTorch."""
+
+
+class Embedding(ListOfParameters, nn.Embedding):
+    """The course's embedding: that of PyTorch."""
+
+
+class LayerNorm(ListOfParameters, Listing):
     """Layer norm over the last axis, with a learned scale `gamma` and shift `beta`.
 
     Args:
@@ -65,14 +62,55 @@ class LayerNorm(ListOfParameters, Norm):
         eps: added to the variance.
     """
 
-    gamma, beta = alias("weight"), alias("bias")
+    NAMES: ClassVar = {"gamma": "weight", "beta": "bias"}
 
     def __init__(self, normalized_shape: int, eps: float = 1e-5) -> None:
-        super().__init__(normalized_shape, NormConfig(eps=eps))
-        accept_listing_names(self, NORM_NAMES)
+        super().__init__()
+        self.normalized_shape, self.eps = normalized_shape, eps
+        self.gamma = nn.Parameter(torch.ones(normalized_shape))
+        self.beta = nn.Parameter(torch.zeros(normalized_shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x (…, normalized_shape) over its last axis."""
+        return layer_norm(x, self.gamma, self.beta, self.eps)
+
+    def counterpart(self) -> Norm:
+        return Norm(self.normalized_shape, NormConfig(eps=self.eps))
 
 
-class MLP(ListOfParameters, FeedForward):
+class MultiHeadAttention(ListOfParameters, Listing):
+    """Multi-head self-attention without biases.
+
+    Args:
+        embed_dim: size of the hidden states.
+        num_heads: number of heads; it divides `embed_dim`.
+    """
+
+    NAMES: ClassVar = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "output"}
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.config = AttentionConfig(heads=num_heads, bias="", mask="full")
+        self.config.check_width(embed_dim)
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.q_proj = Linear(embed_dim, embed_dim, bias=False)
+        self.k_proj = Linear(embed_dim, embed_dim, bias=False)
+        self.v_proj = Linear(embed_dim, embed_dim, bias=False)
+        self.out_proj = Linear(embed_dim, embed_dim, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend within x (batch, seq, embed_dim); `mask` is (1 or batch, seq, seq), and without it all is seen."""
+        if mask is not None and mask.dim() == 3:
+            mask = mask[:, None]  # the same for every head
+        layers = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (layer(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for layer in layers)
+        return self.out_proj(fused_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+    def counterpart(self) -> Attention:
+        return Attention(self.embed_dim, self.config)
+
+
+class MLP(ListOfParameters, Listing):
     """The position-wise network linear2(gelu(linear1(x))).
 
     Args:
@@ -81,26 +119,33 @@ class MLP(ListOfParameters, FeedForward):
         dropout_prob: dropout probability after the activation.
     """
 
-    linear1, linear2 = alias("up"), alias("down")
+    NAMES: ClassVar = {"linear1": "up", "linear2": "down"}
 
     def __init__(self, embed_dim: int, hidden_dim: int | None = None, dropout_prob: float = 0.1) -> None:
+        super().__init__()
         hidden = 4 * embed_dim if hidden_dim is None else hidden_dim
-        super().__init__(embed_dim, FeedForwardConfig(hidden=hidden, activation="gelu", dropout=dropout_prob))
-        accept_listing_names(self, MLP_NAMES)
+        self.config = FeedForwardConfig(hidden=hidden, activation="gelu", dropout=dropout_prob)
+        self.linear1, self.gelu = Linear(embed_dim, hidden), nn.GELU()
+        self.dropout, self.linear2 = nn.Dropout(dropout_prob), Linear(hidden, embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the network to every position of x (batch, seq, embed_dim)."""
+        return self.linear2(self.dropout(self.gelu(self.linear1(x))))
+
+    def counterpart(self) -> FeedForward:
+        return FeedForward(self.linear2.out_features, self.config)
 
 
-def _block_config(
-    embed_dim: int, num_heads: int, hidden: int, dropout: float, mask: Literal["causal", "full"]
-) -> BlockConfig:
+def _block_config(embed_dim: int, num_heads: int, hidden: int, dropout: float) -> BlockConfig:
     return BlockConfig(
         width=embed_dim,
-        attention=AttentionConfig(heads=num_heads, bias="", mask=mask),
+        attention=AttentionConfig(heads=num_heads, bias="", mask="full"),
         feedforward=FeedForwardConfig(hidden=hidden, activation="gelu", dropout=dropout),
         dropout=dropout,
     )
 
 
-class TransformerBlock(ListOfParameters, Block):
+class TransformerBlock(ListOfParameters, Listing):
     """A pre-norm block: x + attention(ln1(x)), then x + mlp(ln2(x)); attention has no biases.
 
     Args:
@@ -111,7 +156,7 @@ class TransformerBlock(ListOfParameters, Block):
         dropout_prob: dropout probability of the output of each sublayer and inside the MLP.
     """
 
-    ln1, ln2, mlp = alias("attention_norm"), alias("feedforward_norm"), alias("feedforward")
+    NAMES: ClassVar = {"ln1": "attention_norm", "ln2": "feedforward_norm", "mlp": "feedforward"}
 
     def __init__(
         self,
@@ -121,22 +166,22 @@ class TransformerBlock(ListOfParameters, Block):
         ff_dim: int | None = None,
         dropout_prob: float = 0.1,
     ) -> None:
+        super().__init__()
         hidden = int(embed_dim * mlp_ratio) if ff_dim is None else ff_dim
-        super().__init__(_block_config(embed_dim, num_heads, hidden, dropout_prob, "full"))
-        accept_listing_names(self, BLOCK_NAMES)
+        self.config = _block_config(embed_dim, num_heads, hidden, dropout_prob)
+        self.attention, self.mlp = MultiHeadAttention(embed_dim, num_heads), MLP(embed_dim, hidden, dropout_prob)
+        self.ln1, self.ln2, self.dropout = LayerNorm(embed_dim), LayerNorm(embed_dim), nn.Dropout(dropout_prob)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Apply the block to x (batch, seq, embed_dim).
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Apply the block to x (batch, seq, embed_dim); `mask` is that of `MultiHeadAttention`."""
+        x = x + self.dropout(self.attention.forward(self.ln1.forward(x), mask))
+        return x + self.dropout(self.mlp.forward(self.ln2.forward(x)))
 
-        `mask` (1 or batch, seq, seq) is 1.0 where a position may be seen and 0.0 elsewhere (`create_causal_mask`);
-        without it, every position is seen.
-        """
-        if mask is not None and mask.dim() == 3:
-            mask = mask[:, None]
-        return super().forward(x, attention_context(mask, x, x))
+    def counterpart(self) -> Block:
+        return Block(self.config)
 
 
-class GPT(ListOfParameters, SizedTransformer):
+class GPT(ListOfParameters, ListingModel):
     """A GPT: learned positions, pre-norm blocks with a causal mask, a final norm, an output tied to the embedding.
 
     Args:
@@ -145,37 +190,49 @@ class GPT(ListOfParameters, SizedTransformer):
         num_layers: number of blocks.
         num_heads: number of heads.
         max_seq_len: number of positions.
-
-    It is a `monoblock.Transformer`: it can also stream, be saved, traced and examined.
     """
 
-    blocks = alias("decoder.blocks")
+    NAMES: ClassVar = {
+        "token_embedding": "input.token",
+        "position_embedding": "input.position",
+        "blocks": "decoder",
+        "ln_f": "decoder.norm",
+    }
 
     def __init__(
         self, vocab_size: int, embed_dim: int, num_layers: int, num_heads: int, max_seq_len: int = 1024
     ) -> None:
-        block = _block_config(embed_dim, num_heads, 4 * embed_dim, 0.1, "causal")
-        config = ModelConfig(
-            input=EmbeddingConfig(vocab=vocab_size, context=max_seq_len, positions=Learned()),
-            decoder=build_stack(num_layers, block, norm=LAYER_NORM),
-            head=HeadConfig(kind="language_model"),
-            tie="output",
-        )
-        super().__init__(config)
-        names = layer_names(BLOCK_NAMES, "blocks", "decoder", num_layers)
-        names |= {f"ln_f.{name}": f"decoder.norm.{ours}" for name, ours in NORM_NAMES.items()}
-        names |= {"token_embedding": "input.token", "position_embedding": "input.position"}
-        accept_listing_names(self, names)
+        super().__init__()
+        block = _block_config(embed_dim, num_heads, 4 * embed_dim, 0.1)
+        self.untied_config = gpt_config(block, num_layers, vocab=vocab_size, context=max_seq_len)
+        self.max_seq_len = max_seq_len
+        self.token_embedding = Embedding(vocab_size, embed_dim)
+        self.position_embedding = Embedding(max_seq_len, embed_dim)
+        self.blocks = nn.ModuleList(TransformerBlock(embed_dim, num_heads) for _ in range(num_layers))
+        self.ln_f = LayerNorm(embed_dim)
+        initialize(Listing.to_monoblock(self), self.model_config())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits (batch, seq, vocab_size) of token ids (batch, seq)."""
+        seq_len = tokens.shape[1]
+        x = self.token_embedding(tokens) + self.position_embedding(torch.arange(seq_len, device=tokens.device))
+        mask = self._create_causal_mask(seq_len).to(tokens.device)
+        for block in self.blocks:
+            x = block(x, mask)
+        return F.linear(self.ln_f(x), self.token_embedding.weight)
 
     def generate(  # type: ignore[override]
         self, prompt_tokens: Tensor, max_new_tokens: int = 50, temperature: float = 1.0, **options: Any
     ) -> Tensor:
-        """Continue prompts (batch, seq) by sampling, and return them with their continuations.
+        """Continue prompts (batch, seq) by sampling, and return them with `max_new_tokens` new tokens.
 
-        The prompts are read once and the keys and values of all tokens are cached, so that each new token costs one
-        position.  `options` are those of `monoblock.Transformer.generate`, such as seed, top_k or eos_token_id.
+        The keys and values of all tokens are cached, so that each new token costs one position.  `options` are those of
+        `monoblock.Transformer.generate`, such as seed, top_k or eos_token_id.
         """
-        return super().generate(prompt_tokens, max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        return super().generate(prompt_tokens, max_new_tokens, temperature=temperature, **options)
 
     def _create_causal_mask(self, seq_len: int) -> Tensor:
         return create_causal_mask(seq_len)
+
+    def model_config(self) -> ModelConfig:
+        return replace(self.untied_config, tie="output")

@@ -1,18 +1,20 @@
-"""What the modules of the documents share: masks given as matrices, attention weights, and names of weights."""
+"""What the modules of the documents share: attention, masks given as matrices, and the conversion to monoblock."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from operator import attrgetter
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from monoblock.config.families import LAYER_NORM, build_stack
+from monoblock.config.model import BlockConfig, EmbeddingConfig, HeadConfig, Learned, ModelConfig
+from monoblock.decoding.evaluation_mode import evaluation_mode
 from monoblock.errors import InputError
-from monoblock.nn.attention import attend
+from monoblock.nn.attention import attend, attend_fused
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.masks import everything, mask_from_matrix
 from monoblock.nn.token_positions import arange_positions
@@ -51,60 +53,133 @@ def scaled_dot_product_attention(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor |
     return output.reshape(*batch, *output.shape[-2:]), recorder.weights.reshape(shape)
 
 
-def attention_context(mask: Tensor | None, queries: Tensor, keys: Tensor) -> AttentionContext:
-    """Return the context of attention from queries (B, T, D) to keys (B, S, D).
-
-    `mask` broadcasts to (B, H, T, S) and is 0 or False where a query may not see a key; without it, all keys are seen.
-    """
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Compute the output of `scaled_dot_product_attention` for heads (B, H, T, d_k) without storing the weights."""
     if mask is not None:
-        return AttentionContext(mask_from_matrix(mask != 0))
-    q, k = (arange_positions(x.shape[1], device=x.device) for x in (queries, keys))
-    return AttentionContext(everything.resolve(q, k))
+        resolved = mask_from_matrix(mask != 0)
+    else:
+        resolved = everything.resolve(*(arange_positions(x.shape[2], device=x.device) for x in (q, k)))
+    return attend_fused(q, k, v, AttentionContext(resolved), scale=None, dropout=0.0, bias=None)
 
 
-class SizedTransformer(Transformer):
-    """A Transformer that is built from a few sizes, not from a ModelConfig."""
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, **options: Any) -> NoReturn:
-        """Refuse: a saved model is loaded as a plain Transformer, which computes the same."""
-        raise InputError(
-            f"{cls.__name__} is built from sizes and cannot be loaded from {folder}; "
-            "call monoblock.Transformer.from_pretrained, which loads the same model"
-        )
+# -- conversion -------------------------------------------------------------------------------------------------------
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
+class Listing(nn.Module):
+    """A class of a document: it has the modules, weights and methods of the listing under the document's names.
 
-
-def alias(path: str) -> Any:
-    """Return a property that reads an attribute under a listing's name, as in `norm1 = alias("attention_norm")`."""
-    return property(attrgetter(path), doc=f"The document's name of `{path}`.")
-
-
-def accept_listing_names(module: nn.Module, names: Mapping[str, str]) -> None:
-    """Let `module.load_state_dict` accept the names of a document's listing as well as those of the module.
-
-    `names` maps a weight of the listing, or a submodule, to ours.  A weight that holds several of ours, one after the
-    other along its first axis, maps to their names separated by spaces.
+    `NAMES` maps a weight or a submodule to its name in the module of monoblock that computes the same.  A weight that
+    holds several of ours, one after the other along its first axis, maps to their names separated by spaces.
     """
-    module.register_load_state_dict_pre_hook(partial(_rename, dict(names)))
+
+    NAMES: ClassVar[Mapping[str, str]]
+
+    def counterpart(self) -> nn.Module:
+        """Build the module of monoblock that computes the same, of the same sizes."""
+        raise NotImplementedError
+
+    def to_monoblock(self) -> Any:
+        """Return the module of monoblock that computes the same; it shares these weights."""
+        with torch.device("meta"):
+            module = self.counterpart()
+        state, expected = monoblock_weights(self), module.state_dict().keys()
+        shared = {tensor.data_ptr() for name, tensor in state.items() if name in expected}
+        tied = {name for name in state.keys() - expected if state[name].data_ptr() in shared}
+        try:
+            module.load_state_dict({name: state[name] for name in state.keys() - tied}, assign=True)
+        except RuntimeError as error:
+            raise InputError(
+                f"this {type(self).__name__} has other weights than the document's, so it has no counterpart in "
+                f"monoblock: {str(error).splitlines()[1].strip():.160}"
+            ) from None
+        return module.train(self.training)
 
 
-def _rename(names: Mapping[str, str], module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
-    for key in [key for key in state if key.startswith(prefix)]:
-        name = key.removeprefix(prefix)
-        theirs = next((rule for rule in names if name == rule or name.startswith(f"{rule}.")), None)
-        if theirs is None:
-            continue
-        ours = [f"{prefix}{our_name}{name.removeprefix(theirs)}" for our_name in names[theirs].split()]
-        state.update(zip(ours, torch.chunk(state.pop(key), len(ours)), strict=True))
+def monoblock_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a module, without its buffers; those of a `Listing` have the names of monoblock."""
+    state = {name: weight.detach() for name, weight in module.named_parameters(recurse=False)}
+    for child_name, child in module.named_children():
+        state |= {f"{child_name}.{name}": weight for name, weight in monoblock_weights(child).items()}
+    renamed: dict[str, Tensor] = {}
+    names = module.NAMES if isinstance(module, Listing) else {}
+    for name, weight in state.items():
+        theirs = max((rule for rule in names if f"{name}.".startswith(f"{rule}.")), key=len, default="")
+        ours = [f"{our_name}{name.removeprefix(theirs)}" for our_name in names[theirs].split()] if theirs else [name]
+        renamed.update(zip(ours, weight.chunk(len(ours)) if len(ours) > 1 else [weight], strict=True))
+    return renamed
 
 
-def layer_names(names: Mapping[str, str], theirs: str, ours: str, layers: int) -> dict[str, str]:
-    """Return the names of a block for every layer: {"norm1": …} becomes {"blocks.0.norm1": "decoder.0.…", …}."""
-    return {
-        f"{theirs}.{layer}.{name}": " ".join(f"{ours}.{layer}.{our_name}" for our_name in our_names.split())
-        for layer in range(layers)
-        for name, our_names in names.items()
-    }
+def gpt_config(block: BlockConfig, depth: int, *, vocab: int, context: int) -> ModelConfig:
+    """Return the configuration of a decoder of blocks with causal attention, learned positions and a final norm."""
+    causal = replace(block, attention=replace(block.attention, mask="causal"))
+    return ModelConfig(
+        input=EmbeddingConfig(vocab=vocab, context=context, positions=Learned()),
+        decoder=build_stack(depth, causal, norm=LAYER_NORM),
+        head=HeadConfig(kind="language_model"),
+    )
+
+
+class ListingModel(Listing):
+    """A model of a document; `to_monoblock()` is a `monoblock.Transformer`, for all that is not here."""
+
+    untied_config: ModelConfig  # of the sizes that the constructor was given
+
+    def to_monoblock(self) -> Transformer:
+        """Return a `monoblock.Transformer` that shares these weights, to search, stream, inspect, convert or count it.
+
+        Weights that are tied here are tied there.  Its decoder is always causal, so it needs no mask.
+        """
+        model: Transformer = super().to_monoblock()
+        if model.device.type != "meta":
+            self._check_logits(model)
+        return model
+
+    def counterpart(self) -> Transformer:
+        return Transformer(self.model_config())
+
+    def model_config(self) -> ModelConfig:
+        """Return the configuration of the `monoblock.Transformer` that computes the same."""
+        return self.untied_config
+
+    def causal_logits(self, ids: Tensor) -> Tensor:
+        """Return the logits (B, T, V) of token ids (B, T), none of which sees a later one."""
+        logits: Tensor = self(ids)
+        return logits
+
+    @torch.no_grad()
+    def _check_logits(self, model: Transformer) -> None:
+        """Raise InputError if a `monoblock.Transformer` does not compute the logits of this model for a few tokens."""
+        config = model.config
+        vocab = min(part.vocab for part in (config.input, config.target) if isinstance(part, EmbeddingConfig))
+        ids = torch.arange(min(5, config.context or 5), device=model.device)[None] % vocab
+        with evaluation_mode(self), evaluation_mode(model), torch.autocast(model.device.type, enabled=False):
+            theirs, ours = self.causal_logits(ids), model(ids, ids if config.target is not None else None)
+        tolerance = 1e-3 if theirs.dtype in (torch.float32, torch.float64) else 5e-2
+        if not torch.allclose(theirs, ours, rtol=0, atol=tolerance * float(theirs.abs().max()), equal_nan=True):
+            name = type(self).__name__
+            raise InputError(
+                f"this {name} was changed and no longer computes what the document's {name} computes, so it has no "
+                "counterpart in monoblock; write the change as a configuration or a block of monoblock (docs/adding.md)"
+            )
+
+    def generate(self, ids: Tensor, max_new_tokens: int = 50, **options: Any) -> Tensor:
+        """Return the prompts with `max_new_tokens` new tokens; the prompts of an encoder-decoder are the sources.
+
+        The keys and values of all tokens are cached, so that each new token costs one position.  `options` are those of
+        `monoblock.Transformer.generate`, such as temperature, seed, top_k, num_beams or eos_token_id.
+        """
+        model = self.to_monoblock()
+        context = model.config.context
+        if context is not None and ids.shape[1] + max_new_tokens > context:
+            room = context - ids.shape[1]
+            raise InputError(
+                f"a prompt of {ids.shape[1]} tokens and max_new_tokens={max_new_tokens} exceed the {context} positions "
+                f"of the model; write max_new_tokens={max(room, 1)}"
+                + ("" if room > 0 else f" and a prompt of at most {context - 1} tokens")
+            )
+        tokens: Tensor = model.generate(ids, max_new_tokens=max_new_tokens, **options)
+        return tokens
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the model to a folder, which `monoblock.Transformer.from_pretrained` loads."""
+        self.to_monoblock().save_pretrained(folder)
