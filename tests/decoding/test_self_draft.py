@@ -136,12 +136,35 @@ def decode(engine, ids, **options):
 def test_the_draft_of_a_request_ends_with_it():
     model, ids = gpt(), random_tokens(1, 5)
     engine = Engine(model, capacity=41)
+    assert engine.proposer is None
     for options in ({"draft": "8-bit"}, {"num_beams": 4}, {"draft": "4-bit"}, {"draft": "8-bit"}, {}):
         tokens = decode(engine, ids[0].tolist(), **options)
         plain = {name: value for name, value in options.items() if name != "draft"}
         assert tokens == model.generate(ids, max_new_tokens=9, **plain)[0, 5:].tolist()
-        bits = None if engine.proposer is None else f"{engine.proposer.model.config.quantize.bits}-bit"
-        assert bits == options.get("draft")
+        engine.add(ids[0].tolist(), Settings(max_new_tokens=9, **options))
+        engine.step()
+        proposer = engine.batch.proposer
+        assert (proposer and f"{proposer.model.config.quantize.bits}-bit") == options.get("draft")
+        engine.cancel(engine.last_request_id)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "temperature": 1.0, "seed": 3}, {}])
+def test_a_draft_of_one_request_refuses_no_other(steps, options):
+    """Waiting or running, it is the choice of that request alone."""
+    model, ids = gpt(), random_tokens(1, 5)
+    engine, new = Engine(model, capacity=41), {}
+    first = engine.add(ids[0].tolist(), Settings(max_new_tokens=9, draft="8-bit"))
+    outputs = [output for _ in range(steps) for output in engine.step()]
+    other = engine.add(ids[0].tolist(), Settings(max_new_tokens=9, **options))
+    while engine.busy:
+        outputs += engine.step()
+    for output in outputs:
+        assert output.error is None
+        new.setdefault((output.request_id, output.sequence_index), []).extend(output.tokens)
+    assert new[first, 0] == model.generate(ids, max_new_tokens=9)[0, 5:].tolist()
+    for row, tokens in enumerate(model.generate(ids, max_new_tokens=9, **options)[:, 5:].tolist()):
+        assert new[other, row] == tokens
 
 
 def test_the_proposer_of_an_engine_stays():

@@ -73,6 +73,27 @@ def test_a_chunk_longer_than_the_ring_is_returned_after_the_old_tokens():
     assert {18, 19, 20, 21} <= set(visible_tokens(key_values, positions))
 
 
+@pytest.mark.parametrize("counts", [3, torch.tensor([3, 19])[:B]], ids=["a number", "one for each row"])
+def test_tokens_of_a_pass_longer_than_the_chunk_cannot_be_dropped_or_written_again(counts):
+    """The pass has overwritten what the window of the token after the kept ones needs."""
+    cache = build_cache(WINDOWED, capacity=97)
+    write(cache, keys(7))
+    cache.advance(7)
+    write(cache, keys(19, 7))
+    with pytest.raises(InputError, match=r"16 tokens cannot be dropped.*chunk=16 or more"):
+        cache.advance(counts)
+    with pytest.raises(InputError, match=r"19 tokens cannot be dropped.*chunk=19 or more"):
+        write(cache, keys(19, 7))
+    cache.advance(19)  # all may be kept
+    write(cache, keys(2, 26))
+    cache.advance(1)  # and of a chunk, some
+
+
+@pytest.mark.parametrize(("block", "chunk", "droppable"), [(WINDOWED, 2, 2), (WINDOWED, 5, 5), (WINDOWED, 94, 97)])
+def test_a_cache_knows_how_many_tokens_it_can_drop_again(block, chunk, droppable):
+    assert build_cache(block, capacity=97, chunk=chunk).max_droppable == droppable
+
+
 def test_padding_is_not_stored():
     cache, valid = build_cache(BLOCK), torch.tensor([[True, True, False], [False, True, False]])
     positions = TokenPositions(torch.tensor([[0, 1, 1], [0, 0, 0]]), valid=valid)

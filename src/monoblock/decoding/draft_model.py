@@ -16,6 +16,7 @@ from monoblock.decoding.batch_filters import Filters, uniform_numbers
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.recorded_rounds import run_recorded_rounds
 from monoblock.decoding.request import Request, RequestOutput, request_rows
+from monoblock.decoding.settings import check_count
 from monoblock.errors import InputError, with_article
 from monoblock.nn.transformer import Transformer
 
@@ -31,6 +32,11 @@ class DraftModel:
     """
 
     def __init__(self, model: Transformer, max_proposals: int = 4, max_checked: int | None = None) -> None:
+        if not hasattr(model, "decoder") or not hasattr(model, "config"):
+            raise InputError(f"{with_article(type(model).__name__)} cannot propose tokens; give a Transformer as draft")
+        check_count("max_proposals", max_proposals, 1)
+        if max_checked is not None:
+            check_count("max_checked", max_checked, 1)
         if model.decoder is None:
             raise InputError(f"{with_article(model.config.family)} model cannot generate text; give a decoder as draft")
         self.model, self.max_proposals, self.max_checked = model, max_proposals, max_checked
@@ -117,7 +123,8 @@ class DraftModel:
         count = self.num_proposals
         if self.max_checked is not None and self.max_checked // len(rows) >= 2:
             count = min(count, self.max_checked // len(rows) - 1)
-        self.proposal_length = max(0, min(count, max_tokens, self.state.capacity - longest + 1))
+        room = min(self.state.capacity - longest + 1, self.state.max_droppable)  # rejected tokens are dropped
+        self.proposal_length = max(0, min(count, max_tokens, room))
         proposed: list[Tensor] = []
         filters = Filters([request.settings for request, _ in request_rows(requests)], self.state.device)
         for offset in range(self.proposal_length):

@@ -27,7 +27,7 @@ from monoblock.decoding.ensemble import NO_DRAFT_WITH_ENSEMBLE, EnsembleBackend
 from monoblock.decoding.prompt import check_prompt, parse_prompt
 from monoblock.decoding.request import Request, RequestOutput
 from monoblock.decoding.running_batch import RunningBatch
-from monoblock.decoding.settings import NO_DRAFT_WITH_BEAMS, Settings
+from monoblock.decoding.settings import NO_DRAFT_WITH_BEAMS, Settings, check_count
 from monoblock.decoding.speculative import Proposer
 from monoblock.errors import InputError
 from monoblock.nn.recurrent.lstm import Recurrent
@@ -66,6 +66,14 @@ class Engine:
         tap: Tap | None = None,
         ensemble: Sequence[Transformer | Recurrent] = (),
     ) -> None:
+        options = {"max_rows": max_rows, "capacity": capacity, "prefill_chunk": prefill_chunk, "max_burst": max_burst}
+        for name, value in options.items():
+            if value is not None or name in ("max_rows", "max_burst"):
+                check_count(name, value, 1)
+        if not hasattr(ensemble, "__len__"):
+            raise InputError("ensemble is not a list of models; write ensemble=[second, third]")
+        if proposer is not None and not hasattr(proposer, "propose"):
+            raise InputError(f"proposer={proposer!r:.60} proposes no tokens; write PromptLookup() or DraftModel(model)")
         self.model, self.use_cache, self.has_ensemble = model, use_cache, bool(ensemble)
         backend = choose_backend(model, use_cache=use_cache, optimize=optimize, tap=tap)
         if ensemble:
@@ -81,7 +89,6 @@ class Engine:
         self.max_rows, self.capacity = max_rows, limit
         self.min_capacity = limit if capacity is not None else min(limit, MIN_CAPACITY)
         self.proposer = proposer
-        self.has_request_draft = False  # whether a request's `draft` made the proposer; dropped after the batch
         self.waiting: deque[Request] = deque()
         self.batch = RunningBatch(backend, prefill_chunk, max_burst)
         self.num_suspects = 0  # waiting requests to be admitted one by one, because together they have failed
@@ -109,14 +116,11 @@ class Engine:
         or setting that this model cannot decode raises InputError here, so that it never affects other requests.
         """
         prompt, backend = parse_prompt(ids, source), self.backend
-        if self.has_request_draft and not self.busy:
-            self.proposer, self.has_request_draft = None, False
         check_prompt(prompt, backend, self.capacity)
         self._check(settings)
         if self.proposer is not None:
             self.proposer.check_prompt(len(prompt.ids))
-        if settings.draft is not None and self.proposer is None and not self.busy:
-            self.proposer, self.has_request_draft = make_self_draft(self.model, settings.draft), True
+        self._make_draft(settings)
         budget = min(settings.max_new_tokens, self.capacity - len(prompt.ids))
         limit_reason = "length" if budget == settings.max_new_tokens else "context"
         if settings.num_beams > 1 and budget != settings.max_new_tokens:  # the search ends at the end of the context
@@ -125,7 +129,20 @@ class Engine:
         self.waiting.append(Request(self.last_request_id, prompt, settings, budget, limit_reason))
         return self.last_request_id
 
+    def _make_draft(self, settings: Settings) -> Proposer | None:
+        """Return the proposer of the engine or, if it has none, the draft that a request asks for.
+
+        A batch has the draft of a request that begins it.  The model keeps the copy that it quantizes for the first.
+        """
+        if self.proposer is not None or settings.draft is None:
+            return self.proposer
+        draft = make_self_draft(self.model, settings.draft)
+        # It may have to continue the longest prompt that fits in a batch.
+        return draft if draft is not None and draft.fits_prompt(self.capacity - 1) else None
+
     def _check(self, settings: Settings) -> None:
+        if not hasattr(settings, "check_vocabulary"):
+            raise InputError(f"settings={settings!r:.60} is not valid; write mb.Settings(max_new_tokens=20)")
         settings.check_vocabulary(self.backend.vocab_size)
         if settings.rows_per_prompt > self.max_rows:
             raise InputError(
@@ -156,9 +173,21 @@ class Engine:
 
         A request may get several tokens in one step: accepted proposals, or a burst of steps on a GPU.  A request that
         fails, for example for lack of memory, ends with the finish reason "error"; the others are not affected.
+
+        A step that is interrupted, as by Ctrl-C, is void: the next step goes on from the tokens returned before it.
         """
-        with self.backend.inference():
-            return self._step()
+        running, waiting = [request for request in self.running if not request.is_done], list(self.waiting)
+        for request in running:
+            request.mark_returned()
+        try:
+            with self.backend.inference():
+                return self._step()
+        except BaseException:
+            self.batch.end()  # its state may be that of half a step
+            for request in (*running, *waiting):
+                request.restart()
+            self.waiting = deque((*running, *waiting))
+            raise
 
     def follow_model_changes(self) -> None:
         """Use the model as it is now; call this before a step if its weights or modules may have changed."""
@@ -189,7 +218,7 @@ class Engine:
         """Advance the running requests by one token, or by accepted proposals, and begin the new requests."""
         outputs: list[RequestOutput] = []
         old, logits = self.running, None
-        if old and self.proposer is not None:
+        if old and self.batch.proposer is not None:
             outputs += self.batch.speculate()
         elif old:
             logits = self.batch.step()
@@ -200,7 +229,7 @@ class Engine:
                 logits = new_logits if logits is None else torch.cat((logits, new_logits))
         if logits is not None:
             # With a proposer, the tokens of the requests that were running are chosen already.
-            chosen = self.running[len(old) :] if self.proposer is not None else self.running
+            chosen = self.running[len(old) :] if self.batch.proposer is not None else self.running
             outputs += self.batch.choose(chosen, logits.float())
         return outputs
 
@@ -229,7 +258,9 @@ class Engine:
     def _begin_batch(self, new: list[Request]) -> None:
         longest = max(request.max_length for request in (*new, *self.waiting))
         capacity = max(self.min_capacity, longest)
-        self.batch.begin(capacity, new[0].settings.rows_per_prompt, self.proposer)
+        drafted = next((request for request in new if request.settings.draft is not None), new[0])
+        proposer = self._make_draft(drafted.settings)
+        self.batch.begin(capacity, new[0].settings.rows_per_prompt, proposer)
 
     # -- failures -------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import MAX_BURST, Engine
 from monoblock.decoding.prompt import parse_prompt
 from monoblock.decoding.request import RequestOutput
-from monoblock.decoding.settings import Settings, check_effects, parse_settings, split_seeds
+from monoblock.decoding.settings import Settings, check_count, parse_settings, split_seeds
 from monoblock.decoding.speculative import PromptLookup, Proposer
 from monoblock.decoding.token_scores import score_tokens
 from monoblock.errors import InputError
@@ -97,7 +97,6 @@ class GenerateCall:
             options["draft"], draft = draft, None
         seeds = split_seeds(options.pop("seed", None), len(ids))
         self.settings, self.ids, self.model, self.tap = parse_settings(options), ids, model, tap
-        check_effects(self.settings, options)
         proposer = _make_proposer(model, draft, lookup, self.settings.draft)
         inputs = _unpad_prompts(ids, mask)
         pad = self.settings.pad_token_id
@@ -108,7 +107,11 @@ class GenerateCall:
             self.prompts = [(row[-limit:] if limit is not None else row, None) for row in inputs]
         if model.encoder is not None and model.decoder is not None:
             first = start if start is not None else (pad if pad is not None else 0)
-            targets = [[first]] * len(inputs) if decoder_ids is None else decoder_ids.tolist()
+            targets = [[first]] * len(inputs) if decoder_ids is None else _unpad_prompts(decoder_ids, None)
+            if len(targets) != len(inputs):
+                raise InputError(
+                    f"decoder_input_ids has {len(targets)} rows for {len(inputs)} sources; give one for each source"
+                )
             self.prompts = list(zip(targets, inputs, strict=True))
         longest = max(len(prompt) for prompt, _ in self.prompts)
         if isinstance(proposer, DraftModel) and not proposer.fits_prompt(longest):
@@ -156,8 +159,13 @@ class GenerateCall:
 
 
 def _make_proposer(
-    model: Transformer | Recurrent, draft: Transformer | Recurrent | None, lookup: int, self_draft_kind: str | None
+    model: Transformer | Recurrent,
+    draft: Transformer | Recurrent | None,
+    lookup: int | None,
+    self_draft_kind: str | None,
 ) -> Proposer | None:
+    lookup = 0 if lookup is None else lookup
+    check_count("prompt_lookup", lookup, 0)
     if lookup and (draft is not None or self_draft_kind is not None):
         raise InputError(
             "draft and prompt_lookup are two ways to propose tokens for speculative decoding; give one of them"
@@ -168,13 +176,14 @@ def _make_proposer(
         return PromptLookup(lookup) if lookup else None
     if isinstance(model, Recurrent) or isinstance(draft, Recurrent):
         raise InputError("an LSTM cannot take back rejected tokens, as speculative decoding requires; leave out draft")
+    proposer = DraftModel(draft)
     vocab_size, draft_size = (decoder.config.target_input.vocab for decoder in (model, draft))  # type: ignore[union-attr]
     if vocab_size != draft_size:
         raise InputError(
             f"the draft model has a vocabulary of {draft_size} tokens, but the model has {vocab_size}; "
             f"use a draft model with the same vocabulary"
         )
-    return DraftModel(draft)
+    return proposer
 
 
 def _unpad_prompts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
@@ -183,6 +192,8 @@ def _unpad_prompts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
         raise InputError(
             "prompts must be an integer tensor of token ids with shape (batch, length); write torch.tensor([[…]])"
         )
+    if mask is not None and not isinstance(mask, Tensor):
+        raise InputError("attention_mask must be a tensor (batch, length), True for tokens and False for padding")
     if not ids.numel():
         raise InputError("the prompt is empty; give at least one token, such as the start token")
     if mask is None:

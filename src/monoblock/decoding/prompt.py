@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from monoblock.decoding.settings import show
 from monoblock.errors import InputError
 
 
@@ -93,6 +94,6 @@ def _check_ids(ids: tuple[int, ...], vocab_size: int, name: str) -> None:
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise InputError(
-            f"token id {wrong} is outside the vocabulary of {vocab_size} tokens; "
+            f"token id {show(wrong)} is outside the vocabulary of {vocab_size} tokens; "
             f"encode the {name} with the tokenizer of this model"
         )

@@ -41,6 +41,7 @@ class SequenceState:
     random_stream: RandomStream | None = None  # None if decoding is greedy
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    returned: tuple[int, str | None] = (0, None)  # number of new tokens and finish reason after the last whole step
 
 
 class Request:
@@ -53,18 +54,32 @@ class Request:
         self.token_budget = token_budget  # maximum number of new tokens, by max_new_tokens and the context
         self.limit_reason = limit_reason  # the finish reason of a sequence that reaches the budget
         self.seed = fresh_seed() if settings.seed is None and settings.temperature > 0 else settings.seed or 0
-        self.error: Exception | None = None
-        self.unreported_errors: list[RequestOutput] = []
+        self.error: Exception | None
+        self.unreported_errors: list[RequestOutput]
+        self.sequences = [SequenceState() for _ in range(settings.rows_per_prompt)]
         self.restart()
 
+    def mark_returned(self) -> None:
+        """Note that a whole step has returned the tokens so far."""
+        for sequence in self.sequences:
+            sequence.returned = len(sequence.new_tokens), sequence.finish_reason
+
     def restart(self) -> None:
-        """Begin with the prompt again."""
-        settings, is_sampled = self.settings, self.settings.temperature > 0
-        self.beam_search = BeamSearch(settings) if settings.num_beams > 1 else None
-        self.sequences = [
-            SequenceState(RandomStream(self.seed, row) if is_sampled else None)
-            for row in range(settings.rows_per_prompt)
-        ]
+        """Go back to the last whole step: to the tokens that it has returned, or to the prompt of a beam search."""
+        self.beam_search = BeamSearch(self.settings) if self.settings.num_beams > 1 else None
+        self.error, self.unreported_errors = None, []
+        is_sampled = self.settings.temperature > 0
+        for row, sequence in enumerate(self.sequences):
+            sequence.random_stream = RandomStream(self.seed, row) if is_sampled else None
+            count, sequence.finish_reason = sequence.returned
+            del sequence.new_tokens[count:]
+
+    @property
+    def started_prompt(self) -> Prompt:
+        """The prompt and, if the request has a single row, the tokens that it has got before a restart."""
+        if len(self.sequences) > 1:
+            return self.prompt
+        return Prompt((*self.prompt.ids, *self.sequences[0].new_tokens), self.prompt.source)
 
     @property
     def max_length(self) -> int:

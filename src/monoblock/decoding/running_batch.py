@@ -45,16 +45,31 @@ class RunningBatch:
             (self.backend, self.state), self.filters = renewed, None
 
     def prefill(self, new: list[Request]) -> Tensor:
-        """Add requests to the batch and return the logits (new rows, V) after their prompts."""
+        """Add requests to the batch and return the logits (new rows, V) after their prompts and tokens."""
         assert self.state is not None
-        prompts = [request.prompt for request in new]
+        prompts = [request.started_prompt for request in new]
         logits = self.state.prefill(prompts)
         if logits.isnan().any():
             raise InputError("the logits of this model are NaN; its weights are damaged, or too large for the dtype")
         if self.proposer is not None:
             self.proposer.prefill(prompts)
+        logits = self._run_returned_tokens(new, logits)
         self.requests = self.requests + new
         self.filters = None
+        return logits
+
+    def _run_returned_tokens(self, new: list[Request], logits: Tensor) -> Tensor:
+        """Run the tokens that several rows of one prompt have got before a restart; return the logits after them."""
+        assert self.state is not None
+        if len(new[0].sequences) == 1:
+            return logits  # they have been part of the prompt
+        device, old = self.state.device, len(request_rows(self.requests))
+        rows: list[list[int]] = [[]] * old + [sequence.new_tokens for request in new for sequence in request.sequences]
+        for index in range(max(map(len, rows))):
+            tokens = torch.tensor([row[index] if index < len(row) else 0 for row in rows], device=device)
+            active = torch.tensor([index < len(row) for row in rows], device=device)
+            stepped = self.state.step(tokens, active)
+            logits = torch.where(active[old:, None], stepped[old:], logits)
         return logits
 
     def step(self) -> Tensor:
@@ -202,7 +217,8 @@ class RunningBatch:
     def end(self) -> None:
         """Drop all requests and release the state."""
         state, self.requests, self.state, self.filters = self.state, [], None, None
-        if self.proposer is not None:
-            self.proposer.release()
+        proposer, self.proposer = self.proposer, None
+        if proposer is not None:
+            proposer.release()
         if state is not None:
             state.release()

@@ -5,10 +5,10 @@ The names are those of Hugging Face, so that a `generation_config.json` can be r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from math import gcd
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor
 
@@ -17,13 +17,25 @@ from monoblock.errors import InputError, did_you_mean
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]  # the call of Hugging Face's LogitsProcessor
 
 
+class DefaultInt(int):
+    """The default of an option, which differs in its type from the same number in a call."""
+
+
+class DefaultFloat(float):
+    """The default of an option, which differs in its type from the same number in a call."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of one request: how its tokens are chosen and when it ends."""
+    """The options of one request: how its tokens are chosen and when it ends.
+
+    Options of sampling need a temperature, and options of beam search need num_beams.  An explicit temperature=0 or
+    num_beams=1 switches them off.
+    """
 
     max_new_tokens: int = 50
     min_new_tokens: int = 0
-    temperature: float = 0.0  # 0: greedy decoding
+    temperature: float = DefaultFloat(0)  # 0: greedy decoding
     top_k: int = 0  # 0: no limit
     top_p: float = 1.0
     min_p: float = 0.0
@@ -35,7 +47,7 @@ class Settings:
     begin_suppress_tokens: tuple[int, ...] = ()
     forced_bos_token_id: int | None = None  # the first new token
     forced_eos_token_id: int | None = None  # the last new token, if max_new_tokens is reached
-    num_beams: int = 1
+    num_beams: int = DefaultInt(1)
     num_beam_groups: int = 1
     diversity_penalty: float = 0.0
     length_penalty: float = 1.0
@@ -52,28 +64,29 @@ class Settings:
         object.__setattr__(self, "logits_processor", _processor_tuple(self.logits_processor))
         for name in ("eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
             object.__setattr__(self, name, _token_tuple(name, getattr(self, name)))
-        words = self.bad_words_ids or ()
+        words = () if self.bad_words_ids is None else self.bad_words_ids
+        if not _is_collection(words):
+            raise InputError(f"bad_words_ids={show(words)} is not valid; write a list of words: [[3], [4, 5]]")
         object.__setattr__(self, "bad_words_ids", tuple(_token_tuple("bad_words_ids", word) for word in words))
         self._check_numbers()
         self._check_combinations()
+        given = {field.name for field in fields(self)}
+        given -= {name for name in given if isinstance(getattr(self, name), (DefaultInt, DefaultFloat))}
+        check_effects(self, given)
 
     def _check_numbers(self) -> None:
         for name, minimum in MINIMUMS.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise InputError(f"{name}={value!r:.60} is not valid; write a whole number, {minimum} or more")
-            if value > (maximum := MAXIMUMS.get(name, MAX_COUNT)):
-                raise InputError(f"{name}={value!r:.60} is not valid; write at most {maximum}")
+            check_count(name, getattr(self, name), minimum, MAXIMUMS.get(name, MAX_COUNT))
         for name, (low, high, advice) in RANGES.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise InputError(f"{name}={value!r} is not valid; {advice}")
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise InputError(f"early_stopping={self.early_stopping!r} is not valid; write True, False or 'never'")
-        if self.draft not in (None, *DRAFT_KINDS):
+                raise InputError(f"{name}={show(value)} is not valid; {advice}")
+        if not isinstance(self.early_stopping, bool | str) or self.early_stopping not in (True, False, "never"):
+            raise InputError(f"early_stopping={show(self.early_stopping)} is not valid; write True, False or 'never'")
+        if self.draft is not None and (not isinstance(self.draft, str) or self.draft not in DRAFT_KINDS):
             kinds = " or ".join(map(repr, DRAFT_KINDS))
             raise InputError(
-                f"draft={self.draft!r} is not valid; write {kinds} for a quantized copy of the model, "
+                f"draft={show(self.draft)} is not valid; write {kinds} for a quantized copy of the model, "
                 f"or give another Transformer"
             )
         if len(self.bad_words_ids) > MAX_BAD_WORDS:
@@ -81,11 +94,8 @@ class Settings:
         if any(not word for word in self.bad_words_ids):
             raise InputError("bad_words_ids contains an empty word, which rules out nothing; leave it out")
         for name in ("forced_bos_token_id", "forced_eos_token_id", "pad_token_id", "seed"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise InputError(f"{name}={value!r:.60} is not valid; write a whole number, 0 or more")
-        if self.seed is not None and self.seed >= SEED_LIMIT:
-            raise InputError(f"seed={self.seed!r:.60} is not valid; write a whole number below 2**63")
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 0, SEED_LIMIT - 1 if name == "seed" else MAX_COUNT)
 
     def _check_combinations(self) -> None:
         """Raise InputError for options that contradict each other."""
@@ -182,13 +192,36 @@ RANGES = {
 }
 
 
+def show(value: object) -> str:
+    """Return the beginning of an option's value as code, for an error message."""
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number of thousands of digits"
+
+
+def check_count(name: str, value: object, minimum: int, maximum: int = MAX_COUNT) -> None:
+    """Raise InputError unless the value of an option is a whole number from `minimum` to `maximum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise InputError(f"{name}={show(value)} is not valid; write a whole number, {minimum} or more")
+    if value > maximum:
+        limit = f"below 2**{maximum.bit_length()}" if maximum == SEED_LIMIT - 1 else f"at most {maximum}"
+        raise InputError(f"{name}={show(value)} is not valid; write {limit}")
+
+
+def _is_collection(value: object) -> bool:
+    return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes)
+
+
 def _token_tuple(name: str, value: int | Sequence[int] | None) -> tuple[int, ...]:
     """Convert one token id, several token ids or None to a tuple; `name` is the option that an error mentions."""
-    tokens = () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    tokens: tuple[object, ...] = () if value is None else (value,)
+    if isinstance(value, Sequence | Set) and _is_collection(value):
+        tokens = tuple(value)
     for token in tokens:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise InputError(f"{name}={value!r} is not valid; token ids are whole numbers, 0 or more")
-    return tokens
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_COUNT:
+            raise InputError(f"{name}={show(value)} is not valid; token ids are whole numbers, 0 or more: [3, 4]")
+    return cast(tuple[int, ...], tokens)
 
 
 # Names that other libraries use for the same.
@@ -213,18 +246,19 @@ def parse_settings(options: Mapping[str, Any]) -> Settings:
 def check_effects(settings: Settings, explicit: Collection[str]) -> None:
     """Raise InputError if an option that a call gives, one of `explicit`, has no effect with its other settings.
 
-    A call with temperature=0 may give sampling options: it asks for greedy decoding.
+    A call with temperature=0 may give sampling options, and one with num_beams=1 those of beam search.
     """
     is_greedy = not settings.temperature and "temperature" not in explicit
+    has_beams = settings.num_beams > 1 or "num_beams" in explicit
     for name in explicit:
         if name in SAMPLING_OPTIONS and is_greedy and getattr(settings, name) != SAMPLING_OPTIONS[name]:
             raise InputError(
-                f"{name}={getattr(settings, name)!r} limits sampling, but without a temperature the most probable "
+                f"{name}={show(getattr(settings, name))} limits sampling, but without a temperature the most probable "
                 f"token is always taken; write temperature=1 too, or leave out {name}"
             )
-        if name in BEAM_OPTIONS and settings.num_beams == 1 and getattr(settings, name) != BEAM_OPTIONS[name]:
+        if name in BEAM_OPTIONS and not has_beams and getattr(settings, name) != BEAM_OPTIONS[name]:
             raise InputError(
-                f"{name}={getattr(settings, name)!r} ranks the hypotheses of a beam search; "
+                f"{name}={show(getattr(settings, name))} ranks the hypotheses of a beam search; "
                 f"write num_beams=4 too, or leave out {name}"
             )
 
@@ -233,7 +267,7 @@ def _processor_tuple(value: object) -> tuple[LogitsProcessor, ...]:
     """Convert one function, several functions or None to a tuple."""
     if value is None:
         return ()
-    processors: tuple[Any, ...] = tuple(value) if isinstance(value, Iterable) else (value,)
+    processors: tuple[Any, ...] = tuple(value) if isinstance(value, Sequence) else (value,)
     if not all(map(callable, processors)):
         raise InputError("logits_processor must be a function (ids, logits) -> logits, or a list of such functions")
     return processors
@@ -246,9 +280,10 @@ def split_seeds(seed: object, count: int) -> list[int | None]:
     """
     if seed is None:
         return [None] * count
-    if isinstance(seed, int):  # Settings checks the value
-        return [seed if isinstance(seed, bool) or seed < 0 else seed + number for number in range(count)]
+    if isinstance(seed, int):
+        check_count("seed", seed, 0, SEED_LIMIT - 1)
+        return [seed + number for number in range(count)]
     seeds = list(seed) if isinstance(seed, Sequence) and not isinstance(seed, str) else None
     if seeds is None or len(seeds) != count:
-        raise InputError(f"seed={seed!r} is neither a whole number nor a list with one for each of {count} prompts")
+        raise InputError(f"seed={show(seed)} is neither a whole number nor a list with one for each of {count} prompts")
     return seeds

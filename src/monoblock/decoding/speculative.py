@@ -23,6 +23,7 @@ from monoblock.decoding.batch_filters import Filters, choose_tokens
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.recorded_rounds import run_recorded_rounds
 from monoblock.decoding.request import Request, RequestOutput, active_mask, request_rows, tokens_left
+from monoblock.decoding.settings import check_count
 
 
 class Proposer(Protocol):
@@ -84,7 +85,8 @@ def speculate(state: RollbackState, proposer: Proposer, requests: list[Request],
     rows = [request.row_tokens(row) for request, row in pairs]
     running = {index for index, (request, row) in enumerate(pairs) if not request.is_row_done(row)}
     left = max(tokens_left(*pairs[index]) for index in running)
-    max_tokens = min(left - 1, *(capacity - len(rows[index]) for index in running))
+    room = min(capacity - len(rows[index]) for index in running)
+    max_tokens = min(left - 1, room, state.max_droppable - 1)  # the newest token of each row is checked too
     active = active_mask(requests, state.device)
     proposed = proposer.propose(rows, requests, max_tokens, active)  # (rows, count)
     last_tokens = torch.tensor([tokens[-1:] for tokens in rows], device=state.device)
@@ -136,6 +138,8 @@ class PromptLookup:
     """
 
     def __init__(self, num_proposals: int = 8, max_ngram: int = 3) -> None:
+        check_count("num_proposals", num_proposals, 1)
+        check_count("max_ngram", max_ngram, 1)
         self.num_proposals, self.max_ngram = num_proposals, max_ngram
 
     def reset(self, capacity: int, rows_per_prompt: int) -> None:

@@ -93,7 +93,7 @@ def read_generation_defaults(folder: str | Path, tokenizer: Tokenizer) -> Genera
     known = SETTINGS_FIELDS | UNREPORTED_FIELDS | {DECODER_START_KEY}
     ignored = tuple(sorted(name for name, value in data.items() if name not in known and not _is_neutral(name, value)))
     try:
-        parse_settings(options)
+        parse_settings({"num_beams": 1, **options})
     except (InputError, TypeError) as problem:
         raise FileError(f"{folder / GENERATION_CONFIG_FILE}: {problem}") from None
     start = _decoder_start_token_id(values.get(DECODER_START_KEY), folder, tokenizer)

@@ -57,7 +57,7 @@ class GenerationDefaults:
         Beam search and a temperature above 0 exclude each other: if a call asks for one of them, a default for the
         other is ignored.
         """
-        options = {**self.options, **overrides}
+        options = {"temperature": 0.0, "num_beams": 1, **self.options, **overrides}
         explicit = {name for name, value in overrides.items() if value is not None}
         if exceeds(options.get("num_beams"), 1) and exceeds(options.get("temperature"), 0):
             if "num_beams" in explicit and "temperature" not in explicit:

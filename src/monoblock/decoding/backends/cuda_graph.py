@@ -219,7 +219,7 @@ class CudaGraphDecoderState(CachedDecoderState):
         assert self.cache is not None
         rows = self.cache.batch
         self.cache.make_static()
-        self.choose, self.key = choose, key
+        self.graph, self.choose, self.key = None, choose, key
         self.tokens = torch.zeros(rows, dtype=torch.long, device=self.device)
         self.active = torch.ones(rows, dtype=torch.long, device=self.device)
         self.uniforms = torch.zeros(rows, dtype=torch.double, device=self.device)
@@ -263,7 +263,7 @@ class CudaGraphDecoderState(CachedDecoderState):
                 self.search = RecordedSearch(buffers, prompts, searches, self._run_prompts)
             self.searches = searches
             return self.search.step(searches)
-        except Exception:
+        except BaseException:
             self.search = None  # its buffers may be damaged
             raise
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from monoblock.decoding.prompt import Prompt, pad_right
-from monoblock.nn.kv_cache.cache import Cache
+from monoblock.nn.kv_cache.cache import DEFAULT_CHUNK, Cache
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
@@ -57,7 +57,7 @@ class CachedDecoderState:
 
     @property
     def _cache_chunk(self) -> int:
-        return min(self.capacity, self.prefill_chunk or 16)
+        return min(self.capacity, max(self.prefill_chunk or 0, DEFAULT_CHUNK))
 
     def _run_prompts(self, cache: Cache, prompts: Sequence[Prompt]) -> Tensor:
         ids, mask = pad_right([prompt.ids for prompt in prompts], self.device)
@@ -95,6 +95,11 @@ class CachedDecoderState:
         if self.model.encoder is None:
             return self.model(tokens, valid, cache=self.cache, tap=self.tap)
         return self.model(None, tokens, target_mask=valid, cache=self.cache, tap=self.tap)
+
+    @property
+    def max_droppable(self) -> int:
+        assert self.cache is not None
+        return self.cache.max_droppable
 
     def commit(self, counts: int | Tensor) -> None:
         assert self.cache is not None

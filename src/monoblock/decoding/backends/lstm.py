@@ -54,8 +54,11 @@ class LSTMDecoderState:
         return logits, state
 
     def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
-        # A finished row's state is never read.
-        logits, self.state = self.model.step(tokens, self.state, self.memory, tap=self.tap)
+        logits, state = self.model.step(tokens, self.state, self.memory, tap=self.tap)
+        if active is not None and self.state is not None:
+            keep = active[:, None]
+            state = LSTMState(*(torch.where(keep, new, old) for new, old in zip(state, self.state, strict=True)))
+        self.state = state
         return logits
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:

@@ -97,6 +97,11 @@ class SearchState(DecoderState, Protocol):
 class RollbackState(DecoderState, Protocol):
     """A state that can drop tokens again, as speculative decoding does with rejected proposals."""
 
+    @property
+    def max_droppable(self) -> int:
+        """The largest number of tokens per row that `score_tokens` may run if some are to be dropped again."""
+        ...
+
     def score_tokens(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
         """Run tokens (rows, T) and return the logits (rows, T, V) after each; then call `commit` to keep some."""
         ...

@@ -71,6 +71,10 @@ def choose_backend(
     model: Transformer | Recurrent, *, use_cache: bool = True, optimize: bool = True, tap: Tap | None = None
 ) -> Backend:
     """Choose the backend for a model; `optimize=False` runs the model itself instead of an inference copy."""
+    if not hasattr(model, "decoder") or not hasattr(model, "config"):
+        raise InputError(f"{with_article(type(model).__name__)} is no model to decode; give a Transformer or Recurrent")
+    if tap is not None and not callable(tap):
+        raise InputError(f"tap={tap!r:.60} is not valid; write a function (name, activation) -> activation or None")
     if isinstance(model, Recurrent):
         if not use_cache:
             raise InputError("an LSTM always decodes from its state; leave out use_cache=False")

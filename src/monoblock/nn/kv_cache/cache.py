@@ -27,11 +27,14 @@ from monoblock.nn.kv_cache.linear_state import LinearLayerCache
 from monoblock.nn.kv_cache.linear_write import LinearWrite
 from monoblock.nn.token_positions import TokenPositions
 
+DEFAULT_CHUNK = 16
+
 
 class Cache:
     """The cache of one decoder for `batch` rows of at most `capacity` tokens.
 
-    `chunk` is the number of tokens a pass usually writes; longer passes are correct, but slower in windowed blocks.
+    `chunk` is the number of tokens a pass usually writes; longer passes are correct, but slower in windowed blocks, and
+    all their tokens must be kept.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class Cache:
         *,
         batch: int,
         capacity: int,
-        chunk: int = 16,
+        chunk: int = DEFAULT_CHUNK,
         device: torch.device | None = None,
     ) -> None:
         if batch < 1 or capacity < 1 or chunk < 1:
@@ -52,6 +55,7 @@ class Cache:
         self.max_written = torch.zeros_like(self.lengths)  # the most tokens ever written to each row
         self.common_length: int | None = 0  # the length of all rows, if the host knows that they are equally long
         self.max_length = 0
+        self.overwrites_window = False  # the last pass wrote more than a chunk, so that all its tokens must be kept
         self.is_static = False  # every pass has the same shapes and writes in place, so that a CUDA graph can replay it
         self.rows_per_source = 1  # number of rows that share one source, as beams do
         self.spare_buffer: Tensor | None = None  # the next keys or values to be reordered are copied into it
@@ -77,6 +81,12 @@ class Cache:
     def batch(self) -> int:
         return self.lengths.shape[0]
 
+    @property
+    def max_droppable(self) -> int:
+        """The largest number of tokens of one pass that can be dropped again: those of a ring, or the capacity."""
+        rings = [index for index in self.index_by_capacity.values() if index.window is not None]
+        return min((index.max_droppable for index in rings), default=self.capacity)
+
     # -- writing and truncating ------------------------------------------------------------------------------------
 
     def prepare_write(self, new_positions: TokenPositions) -> list[CacheWrite]:
@@ -91,6 +101,9 @@ class Cache:
                 f"the cache holds at most {self.capacity} tokens per row, but {self.max_length} are in it and "
                 f"{new_positions.length} more were given; make it with capacity={required} or more"
             )
+        if self.overwrites_window:  # the last pass is repeated
+            self._check_overwritten(self.lengths)
+        self.overwrites_window = not self.is_static and new_positions.length > self.max_droppable
         linear_writes = {
             size: LinearWrite.prepare(new_positions, self.lengths, self.max_written, size)
             for size in {layer.capacity for layer in self.layers if isinstance(layer, LinearLayerCache)}
@@ -112,6 +125,9 @@ class Cache:
                 f"a cache of capacity {self.capacity} that holds {self.max_length} tokens cannot keep {counts} more; "
                 f"give a number from 0 to {self.capacity - self.max_length}"
             )
+        if self.overwrites_window:
+            self._check_overwritten(self.lengths + counts)
+            self.overwrites_window = False
         self.lengths = self.lengths + counts
         if isinstance(counts, int):
             self.common_length = None if self.common_length is None else self.common_length + counts
@@ -127,6 +143,15 @@ class Cache:
         if int(torch.as_tensor(lengths).min()) < 0:
             raise InputError(f"a cache cannot be cut to {lengths} tokens; write 0 or more")
         new_lengths = torch.minimum(self.lengths, torch.as_tensor(lengths, device=self.lengths.device))
+        self._check_overwritten(new_lengths)
+        self.overwrites_window = False
+        self.max_written = torch.where(new_lengths == 0, 0, self.max_written)
+        self.lengths = new_lengths
+        self.max_length = int(self.lengths.max())
+        self.common_length = self.max_length if self.common_length is not None and isinstance(lengths, int) else None
+
+    def _check_overwritten(self, new_lengths: Tensor) -> None:
+        """Raise InputError if rows of `new_lengths` (B,) tokens need tokens that a windowed block has overwritten."""
         indices = self.index_by_capacity.values()
         if not all(bool(index.can_truncate(new_lengths, self.max_written).all()) for index in indices):
             count = int((self.max_written - new_lengths).max())
@@ -134,10 +159,6 @@ class Cache:
                 f"{count} tokens cannot be dropped: they have overwritten earlier tokens in a windowed block, which "
                 f"would be needed again; make the cache with chunk={count} or more"
             )
-        self.max_written = torch.where(new_lengths == 0, 0, self.max_written)
-        self.lengths = new_lengths
-        self.max_length = int(self.lengths.max())
-        self.common_length = self.max_length if self.common_length is not None and isinstance(lengths, int) else None
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
@@ -199,6 +220,7 @@ class Cache:
             self._append_sources(other, self.memory_positions, other.memory_positions)  # before `batch` changes
         self.lengths = torch.cat((self.lengths, other.lengths))
         self.max_written = torch.cat((self.max_written, other.max_written))
+        self.overwrites_window = self.overwrites_window or other.overwrites_window
         self.max_length = max(self.max_length, other.max_length)
         self.common_length = self.common_length if self.common_length == other.common_length else None
         for size, index in self.index_by_capacity.items():
@@ -272,7 +294,7 @@ class Cache:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the lengths, keys, values and positions of self-attention, by name."""
-        tensors: dict[str, Tensor | None] = {"lengths": self.lengths}
+        tensors: dict[str, Tensor | None] = {"lengths": self.lengths, "max_written": self.max_written}
         for number, layer in enumerate(self.layers):
             tensors |= {f"{number}.keys": layer.keys, f"{number}.values": layer.values}
         for size, index in self.index_by_capacity.items():

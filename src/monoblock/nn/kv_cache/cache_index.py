@@ -68,7 +68,7 @@ class CacheIndex:
             valid = torch.ones(1, 1, dtype=torch.bool, device=lengths.device)
         token_index = lengths[:, None] + valid.expand(B, T).long().cumsum(-1) - 1  # (B, T) among valid tokens
         limit = token_index[:, -1:] + 1
-        is_concatenated = self.window is not None and T + self.window > self.capacity + 1
+        is_concatenated = self.window is not None and self.max_droppable < T
         before = self._visible_positions(lengths[:, None], self.capacity) if is_concatenated else None
         kept = valid & (token_index >= limit - self.capacity)
         columns = torch.where(kept, token_index % self.capacity, self.capacity)
@@ -81,6 +81,11 @@ class CacheIndex:
         else:
             key_positions = self._visible_positions(limit, num_visible)
         return CacheWrite(columns, key_positions, num_visible, None, False)
+
+    @property
+    def max_droppable(self) -> int:
+        """The largest number of tokens that a pass may write and drop again: the ring without the window, and one."""
+        return self.capacity if self.window is None else self.capacity - self.window + 1
 
     @property
     def is_sequential(self) -> bool:
