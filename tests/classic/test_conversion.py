@@ -1,5 +1,8 @@
 """`to_monoblock()` of a document's class computes the same with the same weights, and keeps what is tied."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,7 @@ from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.masks import everything, mask_from_matrix
 from monoblock.nn.token_positions import arange_positions
 
+PAGE = Path(__file__).parents[2] / "docs/classic.md"
 T, S = 7, 5
 SIZES = {"d_model": 12, "num_heads": 3, "num_blocks": 2, "d_ff": 20, "max_len": 32}
 SEEN = torch.ones(T, T).tril()
@@ -103,6 +107,20 @@ def test_the_encoder_decoder_is_the_transformer_of_monoblock():
     assert model.generate(source, max_new_tokens=4, num_beams=2).shape == (2, 5)
 
 
+def test_what_only_a_transformer_has_is_an_error_that_names_the_conversion():
+    for use in (mb.account, lambda model: model.stream(torch.tensor([[3, 5, 7]]))):
+        with pytest.raises(AttributeError, match=r"to_monoblock\(\) returns a monoblock\.Transformer"):
+            use(lecture_gpt())
+
+
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+    assert len(code) == 2
+    exec(compile("".join(code), "docs/classic.md", "exec"), {})
+    assert (tmp_path / "gpt" / "model.safetensors").exists()
+
+
 # -- tying ------------------------------------------------------------------------------------------------------------
 
 
@@ -151,8 +169,10 @@ def test_the_tying_of_the_tutorial_survives_conversion_and_saving(tie, kind, tmp
     tie(model)
     source, target = torch.randint(1, 23, (2, S)), torch.randint(1, 23, (2, T))
     expected = model(source, target, tgt_mask=SEEN)
+    converted = model.to_monoblock()
+    assert converted.config.tie == kind
     model.save_pretrained(tmp_path)
-    for ours in (model.to_monoblock(), mb.Transformer.from_pretrained(tmp_path)):
+    for ours in (converted, mb.Transformer.from_pretrained(tmp_path)):
         assert ours.config.tie == kind
         assert sum(w.numel() for w in ours.parameters()) == sum(w.numel() for w in model.parameters())
         torch.testing.assert_close(ours(source, target), expected, atol=1e-4, rtol=1e-5)

@@ -95,8 +95,12 @@ def test_more_tokens_than_the_model_has_positions_are_refused():
     with pytest.raises(InputError, match=r"3 tokens .* max_new_tokens=30 exceed the 16 positions .* max_new_tokens=13"):
         model.generate(prompt, max_new_tokens=30)
     assert model.generate(prompt, max_new_tokens=13).shape == (1, 16)
-    with pytest.raises(InputError, match="a prompt of at most 15 tokens"):
+    with pytest.raises(InputError, match="a prompt of 16 tokens leaves no room"):
         model.generate(torch.ones(1, 16, dtype=torch.long), max_new_tokens=1)
+    padded, mask = torch.tensor([[0, 0, 3], [5, 7, 2]]), torch.tensor([[0, 0, 1], [0, 1, 1]])
+    assert model.generate(padded, 14, attention_mask=mask).shape == (2, 17)
+    long = torch.ones(1, 16, dtype=torch.long)
+    assert model.generate(long, max_new_tokens=5, truncation="left").shape[1] > 16
 
 
 def test_frequencies_of_samples_are_the_probabilities_of_the_model():

@@ -134,6 +134,13 @@ class ListingModel(Listing):
             self._check_logits(model)
         return model
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            hint = "to_monoblock() returns a monoblock.Transformer with the same weights"
+            raise AttributeError(f"{error}; {hint}", name=name, obj=self) from None
+
     def counterpart(self) -> Transformer:
         return Transformer(self.model_config())
 
@@ -169,14 +176,16 @@ class ListingModel(Listing):
         `monoblock.Transformer.generate`, such as temperature, seed, top_k, num_beams or eos_token_id.
         """
         model = self.to_monoblock()
-        context = model.config.context
-        if context is not None and ids.shape[1] + max_new_tokens > context:
-            room = context - ids.shape[1]
-            raise InputError(
-                f"a prompt of {ids.shape[1]} tokens and max_new_tokens={max_new_tokens} exceed the {context} positions "
-                f"of the model; write max_new_tokens={max(room, 1)}"
-                + ("" if room > 0 else f" and a prompt of at most {context - 1} tokens")
-            )
+        context, mask = model.config.context, options.get("attention_mask")
+        is_checked = isinstance(max_new_tokens, int) and isinstance(ids, Tensor) and ids.numel() > 0
+        if context is not None and options.get("truncation") is None and is_checked:
+            prompt = int((torch.ones_like(ids) if mask is None else mask).sum(-1).max())
+            room = context - prompt
+            if 0 < room < max_new_tokens:
+                raise InputError(
+                    f"a prompt of {prompt} tokens and max_new_tokens={max_new_tokens} exceed the {context} positions "
+                    f"of the model; write max_new_tokens={room}"
+                )
         tokens: Tensor = model.generate(ids, max_new_tokens=max_new_tokens, **options)
         return tokens
 
