@@ -468,6 +468,7 @@ HANDED = {
     "step": lambda s: s.train_step,
     "optimizer": lambda s: s.optimizer,
     "pad_id": lambda s: 0,
+    "generate": lambda s: s.sample,
 }
 
 
@@ -1104,5 +1105,6 @@ MISTAKES = (
         "dropout",
         "eval()",
         "model.eval()",
+        ("generate",),
     ),
 )

@@ -33,11 +33,6 @@ OPEN: dict[str, str] = {
     "no norm": "lecture nanogpt multihead",
     "weights all zero": "lecture nanogpt multihead",
     "dropout after the logits": "lecture nanogpt multihead",
-    "rows mixed in the loss, outside the model": "lecture nanogpt multihead",
-    "rows mixed in the loss, inside `forward`": "lecture nanogpt",
-    "no zero_grad()": "lecture nanogpt multihead",
-    "lr=1.0": "lecture nanogpt multihead",
-    "no eval() when generating": "lecture nanogpt multihead",
 }
 
 

@@ -41,6 +41,7 @@ class Handed:
     batch: tuple[Tensor, Tensor] | None = None  # ids and labels
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     step: Callable[[], Any] | None = None
+    generate: Callable[[Tensor], Any] | None = None
     optimizer: torch.optim.Optimizer | None = None
     tokenizer: Any = None
     texts: Sequence[str] = ()

@@ -35,6 +35,7 @@ class DiagnoseOptions(TypedDict, total=False):
     batch: tuple[Tensor, Tensor] | None
     loss: Callable[[Tensor, Tensor], Tensor] | None
     step: Callable[[], Any] | None
+    generate: Callable[[Tensor], Any] | None
     optimizer: torch.optim.Optimizer | None
     objective: str | None
     labels: Sequence[str]

@@ -97,11 +97,20 @@ REQUIREMENTS: dict[str, Requirement] = {
         ", or the folder of a run",
     ),
     "run": Requirement(lambda e: e.handed.history is not None, "there is no training run", RUN),
-    "step_or_run": Requirement(
-        lambda e: (e.handed.step is not None and e.subject.module is not None) or e.handed.history is not None,
+    "training": Requirement(
+        lambda e: (
+            ((e.handed.step is not None or e.handed.optimizer is not None) and e.subject.module is not None)
+            or e.handed.history is not None
+        ),
         "there is neither a training step nor a run",
         STEP,
         ", where f() makes one training step of the module, or the folder of a run",
+    ),
+    "batch_or_step": Requirement(
+        lambda e: e.handed.batch is not None or (e.handed.step is not None and e.subject.module is not None),
+        "there is neither a batch nor a training step",
+        BATCH,
+        ", or step=f with the module",
     ),
     "batch_or_run": Requirement(
         lambda e: e.handed.batch is not None or e.handed.history is not None,

@@ -64,9 +64,7 @@ class Subject:
     asked_length: int | None = None  # the length that the user gave
     positions_argument: str | None = None  # the argument that takes the position of each token
     generation: Mapping[str, Any] | None = None  # the default decoding options that the model holds
-    own_loss: Callable[[Tensor, Tensor], Tensor] | None = (
-        None  # the loss that its forward computes, of logits and labels
-    )
+    own_loss: Callable[[Tensor, Tensor], Tensor] | None = None  # that its forward computes, of logits and labels
     unset_tokens: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # ids in them that nobody has chosen
     inverted_mask: float | None = None  # the change by a mask of tokens only, if the argument turns out to be inverted
 

@@ -108,6 +108,8 @@ class TransformersSubject(Subject):
         if self.kind == "encoder-decoder":
             self.source, self.takes_source_mask = super().probe(length=self.length - 2, seed=7), True
             self.has_cache, self.masks_cache = "past_key_values" in self.parameters, False
+        if self.kind == "causal" and self.name.endswith(("ForCausalLM", "LMHeadModel")):
+            self.own_loss = lambda logits, labels: model.loss_function(logits, labels, vocab_size=logits.shape[-1])
 
     def logits(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         return output_tensor(self._run(ids, mask, **options))

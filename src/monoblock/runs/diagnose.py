@@ -59,7 +59,7 @@ def diagnose(model: Any, **options: Unpack[DiagnoseOptions]) -> Report:
     tokenizer, texts: the tokenizer of the model, and texts that it is meant for.
     batch: ids and labels. loss: f(logits, labels); by default cross-entropy without labels of -100.
     step: f(), which makes a training step of the module and may return its loss. The weights are put back afterwards.
-    optimizer: the optimizer that trains the module.
+    optimizer: the optimizer that trains the module. generate: f(ids), which writes on from ids with the module.
     objective, labels, generation: the task (such as "causal_lm"), names of classes, default decoding options.
     checks: names of checks, as a list or separated by commas; by default all.
     """

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from monoblock.doctor.checks.training_start import restoring
 from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.report import Finding
+from monoblock.doctor.loss import default_loss, handed_batch, loss_function, restoring
+from monoblock.doctor.report import Finding, NotChecked, Outcome
+from monoblock.doctor.requirements import STEP
 
 MAX_WEIGHT_DECAY = 0.3
 STEPS = 8  # until which a weight must have moved; a step may only add gradients up
+MIN_SHARE = 0.05  # of an old gradient, above what chance explains
+USUAL_SIZE = 0.02  # root mean square of a weight at the start
 MIN_WEIGHT_SIZE = 0.025  # weights of Transformers have a root mean square of 0.02 (GPT-2 at the start) to 0.1
 
 
 def check_optimizer(exam: Examination) -> Finding | None:
-    """Compare the tensors of the optimizer with the weights of the model; with a step, see whether they move."""
-    module, optimizer = exam.subject.module, exam.handed.optimizer
+    """Compare the tensors of the optimizer with the weights of the model; with a step, see what it does to them."""
+    module, optimizers = exam.subject.module, [o for o in (exam.handed.optimizer,) if o is not None]
     assert module is not None
+    step = None if exam.handed.step is None else _watch_step(exam.handed.step, module)
+    optimizers = list(dict.fromkeys((*optimizers, *(step.updates if step is not None else ()))))
+    found = _compare_tensors(module, optimizers) if optimizers else None
+    return found if found is not None or step is None else _judge_step(step, optimizers)
+
+
+def _compare_tensors(module: nn.Module, optimizers: list[Optimizer]) -> Finding | None:
     own = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-    if optimizer is None:
-        return _check_step_moves(exam, module)
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    foreign, missing = [i for i in held if i not in own], [name for i, name in own.items() if i not in set(held)]
-    all_parameters = {id(p) for p in module.parameters()}
-    foreign = [i for i in foreign if i not in all_parameters]
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    foreign, missing = held - {id(p) for p in module.parameters()}, [name for i, name in own.items() if i not in held]
     if not foreign and not missing:
-        return None if exam.handed.step is None else _check_step_moves(exam, module)
+        return None
     reason = (
         "the optimizer holds other tensors than the model: it was built before the model was replaced, copied or moved"
         if foreign
@@ -44,48 +55,107 @@ def check_optimizer(exam: Examination) -> Finding | None:
     )
 
 
-def _check_step_moves(exam: Examination, module: nn.Module) -> Finding | None:
-    assert exam.handed.step is not None
-    optimizer, moves = exam.handed.optimizer, False
-    with restoring(module, optimizer):
-        before = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
-        for _ in range(STEPS):
-            exam.handed.step()
-            moves = any(not torch.equal(p, before[name]) for name, p in module.named_parameters() if name in before)
-            if moves:
-                break
-    if moves or not before:
+@dataclass
+class _Step:
+    """What the training step did in a few calls."""
+
+    calls: int = 0
+    moves: bool = False
+    gradients: int = 0  # that backward() gave to weights
+    updates: list[Optimizer] = field(default_factory=list)  # the optimizer of each call of optimizer.step()
+    old_gradient: float = 0.0  # the share of a gradient from before two updates in that after them
+
+
+def _watch_step(step: Callable[[], Any], module: nn.Module) -> _Step:
+    weights = [p for p in module.parameters() if p.requires_grad]
+    seen = _Step()
+
+    def count(_: Tensor) -> None:
+        seen.gradients += 1
+
+    handles = [p.register_hook(count) for p in weights]
+    with restoring(module) as updates:
+        while not seen.moves and seen.calls < STEPS:
+            seen.moves, seen.calls = _moves(step, weights), seen.calls + 1
+        seen.updates = [*updates]
+        for handle in handles:
+            handle.remove()
+        if seen.moves:
+            seen.old_gradient = _share_of_old_gradient(step, weights)
+    return seen
+
+
+def _moves(step: Callable[[], Any], weights: list[nn.Parameter]) -> bool:
+    before = [p.detach().clone() for p in weights]
+    step()
+    return any(not torch.equal(p, b) for p, b in zip(weights, before, strict=True))
+
+
+def _share_of_old_gradient(step: Callable[[], Any], weights: list[nn.Parameter]) -> float:
+    """Plant gradients, and return how much of them is left after two updates; 0 as soon as they are gone.
+
+    A step may add the gradients of several calls up, but between two updates they begin at zero.
+    """
+    generator = torch.Generator().manual_seed(5)
+    size = 10 / math.sqrt(sum(p.numel() for p in weights))
+    planted = [(size * torch.randn(p.shape, generator=generator)).to(p) for p in weights]
+    for p, gradient in zip(weights, planted, strict=True):
+        p.grad = gradient.clone()
+    added_up, updates = [p.grad for p in weights], 0  # in place, unless zero_grad() makes them None
+    for _ in range(2 * STEPS):
+        updates += _moves(step, weights)
+        kept = [i for i, p in enumerate(weights) if p.grad is added_up[i]]
+        if not kept:
+            return 0.0
+        old = torch.cat([planted[i].flatten().float() for i in kept])
+        new = torch.cat([g.flatten().float() for i in kept if (g := weights[i].grad) is not None])
+        share = float(F.cosine_similarity(old, new, dim=0))
+        if not share > MIN_SHARE + 6 / math.sqrt(len(old)):  # which chance may give
+            return 0.0
+        if updates == 2:
+            return share
+    return 0.0
+
+
+def _judge_step(step: _Step, optimizers: list[Optimizer]) -> Finding | None:
+    if step.moves and step.old_gradient == 0:
         return None
-    if optimizer is not None:
-        rates = {float(group["lr"]) for group in optimizer.param_groups}
-        return finding(
-            "optimizer",
-            "fail",
-            {"weights_of_the_model": len(before), "moved": 0, "steps": STEPS, "learning_rate": max(rates)},
-            f"no weight of the model changes in {STEPS} steps, though the optimizer holds them: "
-            + ("optimizer.step() is not called, or there is no gradient" if any(rates) else "the learning rate is 0"),
-            "call loss.backward() and optimizer.step() in each step, with a learning rate such as 3e-4 for AdamW",
+    evidence: dict[str, Any] = {"steps": step.calls, "calls_of_optimizer_step": len(step.updates)}
+    rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    fix = "write optimizer.zero_grad(), loss.backward() and optimizer.step() in each training step, in this order"
+    if step.moves:
+        evidence |= {"share_of_an_old_gradient_after_two_updates": step.old_gradient, "expected": 0.0}
+        reason = (
+            "optimizer.zero_grad() is not called: the gradients of all earlier steps are added to the new one, and the "
+            "weights follow their sum"
         )
-    return finding(
-        "optimizer",
-        "fail",
-        {"weights_of_the_model": len(before), "moved": 0},
-        "no weight of the model changes in a training step: the optimizer holds other tensors, or the learning rate "
-        "is 0",
-        "build the optimizer last: optimizer = AdamW(model.parameters()), after model.to(device), resizing and tying",
-    )
+    elif rates and not any(rates):
+        reason, fix = (
+            "no weight of the model changes: the learning rate is 0",
+            "give one: AdamW(model.parameters(), lr=3e-4)",
+        )
+    elif step.gradients and not step.updates:
+        reason = "no weight of the model changes, though all have gradients: optimizer.step() is not called"
+    elif step.gradients:
+        reason = "no weight of the model changes: zero_grad() comes between loss.backward() and optimizer.step()"
+    elif step.updates:
+        reason = "no weight of the model changes: loss.backward() is not called, or the loss is that of another model"
+    else:
+        reason = "no weight of the model changes: neither loss.backward() nor optimizer.step() is called"
+    return finding("optimizer", "fail", evidence, reason, fix)
 
 
-def check_learning_rate(exam: Examination) -> Finding | None:
+def check_learning_rate(exam: Examination) -> Outcome:
     """Look at the losses of a run, or make a few steps: the loss must move, and down."""
     if exam.handed.history is not None and len(exam.handed.history.steps) >= 10:
         losses = [float(row["loss"]) for row in exam.handed.history.steps]
         lr = exam.handed.history.lr
         return _judge_losses(losses, {} if lr is None else {"learning_rate": lr})
     module = exam.subject.module
-    if module is None or exam.handed.step is None:
-        return None
-    with restoring(module, exam.handed.optimizer):
+    assert module is not None
+    if exam.handed.step is None:
+        return _check_first_update(exam, module)
+    with restoring(module):
         before = [p.detach().clone() for p in module.parameters() if p.requires_grad]
         values = [_number(exam.handed.step()) for _ in range(10)]
         changes = [
@@ -100,6 +170,47 @@ def check_learning_rate(exam: Examination) -> Finding | None:
         return _rate_finding("too low", {"relative_change_of_weights_per_step": change, "usual": 1e-3})
     known = [value for value in values if value is not None]
     return _judge_losses(known, {}, few=True) if len(known) == len(values) else None
+
+
+def _check_first_update(exam: Examination, module: nn.Module) -> Outcome:
+    """Let a copy of the optimizer make one step on copies of the weights: it must not move them by their own size."""
+    optimizer = exam.handed.optimizer
+    assert optimizer is not None
+    weights = [p for p in module.parameters() if p.requires_grad]
+    with exam.subject.evaluating(), torch.enable_grad():
+        gradients = torch.autograd.grad(_any_loss(exam), weights, allow_unused=True)
+    of_weight = {id(p): g for p, g in zip(weights, gradients, strict=True)}
+    trial, changes = copy.deepcopy(optimizer), list[float]()
+    held = [
+        (p, q)
+        for g, h in zip(optimizer.param_groups, trial.param_groups, strict=True)
+        for p, q in zip(g["params"], h["params"], strict=True)
+    ]
+    for p, q in held:
+        q.grad = of_weight.get(id(p))
+    trial.step()
+    for p, q in held:
+        if q.grad is not None and p.dim() > 1:
+            usual = USUAL_SIZE * math.sqrt(p.numel())
+            changes.append(float((q - p).detach().norm()) / max(float(p.detach().norm()), usual))
+    change = sorted(changes)[len(changes) // 2] if changes else 0.0
+    if not change < 1:
+        evidence = {"learning_rate": max(float(g["lr"]) for g in optimizer.param_groups)}
+        return _rate_finding("too high", {**evidence, "change_of_weights_in_the_first_step": change, "usual": 0.01})
+    how = f"pass {STEP}, where f() makes one training step of the module"
+    return NotChecked("learning_rate", "the first update is not too large, but no losses were seen", how, STEP)
+
+
+def _any_loss(exam: Examination) -> Tensor:
+    """Return the loss of the batch, or of made-up labels, for a gradient of the usual size."""
+    if exam.handed.batch is not None and not exam.handed.batch[1].is_floating_point():
+        ids, labels = handed_batch(exam)
+        return loss_function(exam)(exam.subject.logits(ids), labels)
+    logits = exam.subject.logits(exam.ids)
+    generator = torch.Generator().manual_seed(4)
+    return default_loss(
+        logits, torch.randint(logits.shape[-1], logits.shape[:-1], generator=generator).to(logits.device)
+    )
 
 
 def _number(value: Any) -> float | None:
@@ -125,17 +236,20 @@ def _judge_losses(losses: list[float], evidence: dict[str, Any], *, few: bool = 
 
 
 def _rate_finding(what: str, evidence: dict[str, Any]) -> Finding:
-    high = what == "too high"
-    return finding(
-        "learning_rate",
-        "fail",
-        evidence,
-        "the learning rate is too high: the loss rises or is not finite"
-        if high
-        else "the loss does not move: the learning rate is too low, or nothing is trained",
-        "use 3e-4 with AdamW, and reach it over the first tenth of the steps; then "
-        + ("halve it as long as the loss rises" if high else "multiply it by 10 if the loss still does not move"),
+    change = next((value for name, value in evidence.items() if "change_of_weights" in name), None)
+    if what == "too low":
+        reason = "the loss does not move: the learning rate is too low, or nothing is trained"
+    elif change is not None:
+        reason = f"the learning rate is too high: one step changes the weights by {change:.2g} times their size"
+    else:
+        reason = "the learning rate is too high: the loss rises or is not finite"
+    further = (
+        "halve it as long as the loss rises"
+        if what == "too high"
+        else "multiply it by 10 if the loss still does not move"
     )
+    fix = f"write AdamW(model.parameters(), lr=3e-4), and reach it over the first tenth of the steps; then {further}"
+    return finding("learning_rate", "fail", evidence, reason, fix)
 
 
 def check_optimizer_settings(exam: Examination) -> Finding | None:

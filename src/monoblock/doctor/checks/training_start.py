@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,145 +10,159 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.report import Finding
+from monoblock.doctor.loss import (
+    FAILURES,
+    IGNORED,
+    Reading,
+    are_probabilities,
+    handed_batch,
+    loss_function,
+    made_up_logits,
+    read_batch,
+    read_step,
+    read_targets,
+    restoring,
+)
+from monoblock.doctor.report import Finding, NotChecked, Outcome
 
-IGNORED = -100
 OVERFIT_STEPS = 40
-
-
-def default_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy over labels that are not -100."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED)
-
-
-def _loss(exam: Examination) -> Any:
-    return exam.handed.loss or exam.subject.own_loss or default_loss
-
-
-def _batch(exam: Examination) -> tuple[Tensor, Tensor]:
-    assert exam.handed.batch is not None
-    ids, labels = exam.handed.batch
-    return ids.to(exam.subject.device), labels.to(exam.subject.device)
+SHIFTS = (1, 0, 2, 3, -1)  # places that labels may be ahead; the right one first, as all of them fit a repeated token
+AGREES = 0.9  # share of equal labels
 
 
 # -- labels ---------------------------------------------------------------------------------------------------------
 
 
 def check_label_shift(exam: Examination) -> Finding | None:
-    """Find by how many places labels are ahead of ids, and how many more the loss moves them."""
-    ids, labels = _batch(exam)
-    if exam.subject.kind not in ("causal", "encoder-decoder") or labels.shape != ids.shape:
+    """Read off the gradient which label is compared with which logits: it must be the next token of the same row."""
+    readings = [read_step(exam)] if exam.subject.kind == "causal" else []
+    if exam.handed.batch is not None:
+        ids, labels = exam.handed.batch
+        if labels.shape == ids.shape and not labels.is_floating_point():
+            readings.insert(0, read_batch(exam))
+    found = (_check_shift(exam, reading) or _check_mixing(reading) for reading in readings if reading is not None)
+    return next((result for result in found if result is not None), None)
+
+
+def _check_shift(exam: Examination, reading: Reading) -> Finding | None:
+    if exam.subject.kind not in ("causal", "encoder-decoder"):
         return None
-    ahead = _best_shift(lambda k: _agreement(ids, labels, k), lowest=0.9)
-    inside = _shift_inside_loss(exam)
-    if ahead is None or inside is None:
+    total = _shift(reading.ids, reading.targets)
+    if total is None or total == 1:
         return None
-    total = ahead + inside
-    if total == 1:
-        return None
-    evidence: dict[str, Any] = {
-        "labels_ahead_of_ids": ahead,
-        "moved_by_the_loss": inside,
-        "total": total,
-        "expected": 1,
-    }
+    evidence: dict[str, Any] = {"places_ahead": total, "expected": 1}
+    ahead = None if reading.labels is None else _shift(reading.ids, reading.labels)
+    if ahead is not None:
+        evidence |= {"labels_ahead_of_ids": ahead, "moved_by_the_loss": total - ahead}
     if total == 0:
         reason = "labels are not shifted: the model learns to copy the token it reads, and its loss falls to 0"
     elif total < 0:
         reason = "labels are shifted the wrong way: the model learns to predict the token before the one it reads"
     else:
-        reason = (
-            f"labels are shifted {'twice' if total == 2 else f'{total} times'}: the model learns to predict the token "
-        )
-        reason += f"{total} places ahead"
+        times = "twice" if total == 2 else f"{total} times"
+        reason = f"labels are shifted {times}: the model learns to predict the token {total} places ahead"
     fix = (
         "shift once: inputs = tokens[:, :-1], labels = tokens[:, 1:], and no shift in the loss; with transformers pass "
+        "labels = ids, because the model shifts them itself"
     )
-    fix += "labels = ids, because the model shifts them itself"
-    return finding("label_shift", "fail", evidence, reason, fix)
+    return finding("label_shift", "fail", evidence, f"{reason} (seen in {reading.place})", fix)
 
 
-def _agreement(ids: Tensor, labels: Tensor, k: int) -> float:
-    if k < 0:
-        ids, labels, k = ids[:, :k], labels[:, -k:], 0
-    length = ids.shape[1] - k
-    kept = labels[:, :length] != IGNORED
-    if not bool(kept.any()):
-        return 0.0
-    return float((ids[:, k:] == labels[:, :length])[kept].float().mean())
+def _shift(ids: Tensor, labels: Tensor) -> int | None:
+    """Return how many places labels are ahead of ids; None if no number of places fits."""
+    shares = {k: _agreement(ids[:, max(k, 0) :], labels[:, max(-k, 0) :]) for k in SHIFTS}
+    best = max(shares, key=lambda k: shares[k])
+    return best if shares[best] >= AGREES else None
 
 
-def _best_shift(score: Any, lowest: float) -> int | None:
-    scores = {k: score(k) for k in (0, 1, 2, 3, -1)}
-    best = max(scores, key=lambda k: scores[k])
-    return best if scores[best] >= lowest else None
+def _agreement(labels: Tensor, read: Tensor) -> float:
+    """Return the share of labels that are those that were read, where there are both."""
+    length = min(labels.shape[-1], read.shape[-1])
+    labels, read = labels[..., :length], read[..., :length]
+    kept = (read != IGNORED) & (labels != IGNORED)
+    return float((labels == read)[kept].float().mean()) if bool(kept.any()) else 0.0
 
 
-def _shift_inside_loss(exam: Examination) -> int | None:
-    """Find the shift of the loss: logits that name the labels k places ahead give the lowest loss."""
-    if exam.handed.loss is None and exam.subject.own_loss is None:
-        return 1 if type(exam.subject).__name__ == "TransformersSubject" and exam.subject.kind == "causal" else 0
-    outputs = exam.output.shape[-1]
-    length = 29 if exam.handed.loss is not None else exam.ids.shape[1]  # a loss inside the model reads what it reads
-    labels = torch.randint(0, outputs, (2, length), generator=torch.Generator().manual_seed(0)).to(exam.subject.device)
-
-    def negative_loss(k: int) -> float:
-        target = labels.roll(-k, dims=1)
-        logits = 10.0 * F.one_hot(target, outputs).float()
-        return -float(_loss(exam)(logits, labels))
-
-    try:
-        return _best_shift(negative_loss, lowest=-1.0)  # the right shift gives nearly 0, the others about 10
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        exam.notes.append(f"the loss could not be called as loss(logits, labels): {error!s:.80}")
+def _check_mixing(reading: Reading) -> Finding | None:
+    """Look for labels that meet the logits of another row or token, because one of both was rearranged."""
+    targets, gradient, labels = reading.targets, reading.gradient, reading.labels
+    if labels is None:  # those that a language model should have
+        labels = F.pad(reading.ids[:, 1:], (0, 1), value=IGNORED)
+    if labels.shape != targets.shape or _shift(labels, targets) is not None:
         return None
+    rows, length, outputs = gradient.shape
+    causes = {
+        "rows of the logits and of the labels are mixed: one of both is transposed before it is flattened, so that the "
+        "logits of a text are compared with labels of other texts": (
+            (targets.mT.flatten(), labels.flatten()),
+            (targets.flatten(), labels.mT.flatten()),
+        ),
+        "tokens and classes of the logits are mixed: .view or .reshape in place of .transpose cuts them at the wrong "
+        "places, so that logits are compared with labels of other tokens": (
+            (read_targets(gradient.reshape(rows, outputs, length).mT), labels),
+            (read_targets(gradient.mT.reshape(-1, outputs)), labels.flatten()),
+        ),
+    }
+    cause = next((why for why, pairs in causes.items() if max(_agreement(b, a) for a, b in pairs) >= AGREES), None)
+    if cause is None:
+        return None
+    return finding(
+        "label_shift",
+        "fail",
+        {"share_of_labels_that_meet_their_own_logits": _agreement(labels, targets)},
+        f"{cause} (seen in {reading.place})",
+        "flatten both in the same order: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), without a transpose; "
+        "or write F.cross_entropy(logits.transpose(1, 2), labels)",
+    )
 
 
-def check_pad_in_loss(exam: Examination) -> Finding | None:
-    """Change the logits at padding, then add more padding: the loss must not change."""
-    ids, labels = _batch(exam)
+def check_pad_in_loss(exam: Examination) -> Outcome:
+    """Look for a gradient at padding, then add more padding: the loss must not change."""
+    ids, labels = handed_batch(exam)
     if labels.shape != ids.shape or labels.is_floating_point():
         return None
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(*ids.shape, exam.output.shape[-1], generator=generator).to(exam.subject.device)
-    try:
-        return _check_logits_at_padding(exam, logits) or _check_more_padding(exam, logits)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        exam.notes.append(f"the loss could not be called as loss(logits, labels): {error!s:.80}")
+    pad_id = exam.subject.pad_id
+    if pad_id is None and not bool((labels == IGNORED).any()):
+        how = "pass pad_id=0, the id of padding"
+        return NotChecked("pad_in_loss", "which token is padding is not known", how, "pad_id=0")
+    reading = read_batch(exam)
+    if reading is None or reading.gradient.shape[:2] != ids.shape or _check_mixing(reading) is not None:
         return None
+    return _check_gradient_at_padding(exam, reading) or _check_more_padding(exam)
 
 
-def _check_logits_at_padding(exam: Examination, logits: Tensor) -> Finding | None:
-    (ids, labels), pad_id = _batch(exam), exam.subject.pad_id
-    padding = (ids == (-1 if pad_id is None else pad_id)) & (labels != IGNORED)
+def _check_gradient_at_padding(exam: Examination, reading: Reading) -> Finding | None:
+    pad_id = exam.subject.pad_id
+    counts = reading.targets != IGNORED
+    padding = (reading.ids == (-1 if pad_id is None else pad_id)) & counts
     padding[:, 0] = False
     if not bool(padding.any()):
         return None
-    changed, others = logits.clone(), logits.roll(1, dims=-1)
-    changed[padding] = 3 * others[padding]
-    before, after = (float(_loss(exam)(t, labels)) for t in (logits, changed))
-    if math.isclose(before, after, rel_tol=1e-6):
-        return None
-    share = float(padding.sum()) / float((labels != IGNORED).sum())
+    share = float(padding.sum()) / float(counts.sum())
     return finding(
         "pad_in_loss",
         "fail",
-        {"padding_share_of_the_loss": share, "loss": before, "loss_with_other_logits_at_padding": after},
+        {"padding_share_of_the_loss": share, "tokens_of_padding": int(padding.sum())},
         f"padding takes part in the loss: {share:.0%} of the tokens it averages are padding, which is easy to predict",
-        f"set the labels of padding to -100, or write cross_entropy(…, ignore_index={pad_id})",
+        f"set the labels of padding to -100, or write F.cross_entropy(…, ignore_index={pad_id})",
     )
 
 
-def _check_more_padding(exam: Examination, logits: Tensor) -> Finding | None:
-    """Double the length by padding: a mean over tokens stays the same, a mean over all places does not."""
-    labels, pad_id = _batch(exam)[1], exam.subject.pad_id
-    fill = IGNORED if bool((labels == IGNORED).any()) else pad_id
-    if fill is None or not bool((labels == fill).any()):
+def _check_more_padding(exam: Examination) -> Finding | None:
+    """Replace the second half by padding, and leave it out: a mean over tokens is the same, one over all places not."""
+    (ids, labels), pad_id = handed_batch(exam), exam.subject.pad_id
+    fill, half = IGNORED if bool((labels == IGNORED).any()) else pad_id, ids.shape[1] // 2
+    if fill is None or not bool((labels == fill).any()) or not half:
         return None
-    longer = torch.cat((labels, torch.full_like(labels, fill)), 1)
-    before = float(_loss(exam)(logits, labels))
-    after = float(_loss(exam)(torch.cat((logits, logits), 1), longer))
-    if math.isclose(before, after, rel_tol=1e-5):
+    padded, logits = labels.clone(), made_up_logits(exam, ids)
+    padded[:, half:] = fill
+    try:
+        after = float(loss_function(exam)(logits, padded))
+        before = float(loss_function(exam)(logits[:, :half].contiguous(), padded[:, :half].contiguous()))
+    except FAILURES as error:
+        exam.notes.append(f"the loss of a shorter batch could not be computed: {error!s:.80}")
+        return None
+    if math.isclose(before, after, rel_tol=1e-4) or not math.isfinite(before):
         return None
     return finding(
         "pad_in_loss",
@@ -159,7 +170,7 @@ def _check_more_padding(exam: Examination, logits: Tensor) -> Finding | None:
         {"loss": before, "loss_with_twice_the_length_in_padding": after},
         "the loss is divided by a number that counts the padding: the more padding a batch has, the smaller its loss "
         "and its gradient",
-        "divide by the number of tokens: cross_entropy(…, reduction='sum') / (labels != ignore_index).sum()",
+        "divide by the number of tokens: F.cross_entropy(…, reduction='sum') / (labels != ignore_index).sum()",
     )
 
 
@@ -178,14 +189,13 @@ def check_initial_loss(exam: Examination) -> Finding | None:
                 first, uniform, "much lower than a guess: the model sees the answer, or the labels are trivial"
             )
     elif exam.handed.batch is not None:
-        ids, labels = _batch(exam)
-        output = exam.run(ids)
-        uniform = math.log(output.shape[-1])
+        ids, labels = handed_batch(exam)
+        uniform = math.log(exam.output.shape[-1])
         if labels.is_floating_point():
             return None
         try:
-            first = float(_loss(exam)(output, labels))
-        except (RuntimeError, TypeError, ValueError, IndexError):
+            first = float(loss_function(exam)(exam.run(ids), labels))
+        except FAILURES:
             return None
     else:
         return None
@@ -215,39 +225,21 @@ def _initial(first: float, uniform: float, reason: str) -> Finding:
     )
 
 
-@contextmanager
-def restoring(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Put the weights, the buffers and the state of the optimizer back after an experiment."""
-    saved = {name: p.detach().clone() for name, p in module.named_parameters()}
-    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
-    state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, p in module.named_parameters():
-                p.copy_(saved[name])
-                p.grad = None
-            for name, buffer in module.named_buffers():
-                if name in buffers and buffers[name].shape == buffer.shape:
-                    buffer.copy_(buffers[name])
-        if optimizer is not None and state is not None:
-            optimizer.load_state_dict(state)
-
-
 def check_overfit(exam: Examination) -> Finding | None:
     """Train a few steps on one batch: its loss must fall."""
     module = exam.subject.module
     assert module is not None
-    ids, labels = _batch(exam)
+    ids, labels = handed_batch(exam)
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters or labels.is_floating_point():
         return None
+    if (twice := _check_softmax_twice(exam, labels)) is not None:
+        return twice
     losses: list[float] = []
     with restoring(module), exam.subject.evaluating(), torch.enable_grad():
         optimizer = torch.optim.Adam(parameters, lr=3e-3)
         for _ in range(OVERFIT_STEPS):
-            loss = _loss(exam)(exam.subject.logits(ids), labels)
+            loss = loss_function(exam)(exam.subject.logits(ids), labels)
             if not loss.requires_grad:
                 return None  # gradient_flow says so
             losses.append(float(loss.detach()))
@@ -261,7 +253,7 @@ def check_overfit(exam: Examination) -> Finding | None:
         return None
     cause, fix = "", "check that logits and labels belong together, that no layer is frozen or detached, and that "
     fix += "inputs reach the output"
-    if _are_probabilities(exam.output):
+    if are_probabilities(exam.output):
         cause = ". Its outputs are probabilities, of which the loss takes the softmax again"
         fix = "return logits, without the softmax: F.cross_entropy applies it"
     return finding(
@@ -274,9 +266,32 @@ def check_overfit(exam: Examination) -> Finding | None:
     )
 
 
-def _are_probabilities(output: Tensor) -> bool:
-    sums = output.float().sum(-1)
-    return output.shape[-1] > 1 and bool((output >= 0).all()) and bool(((sums - 1).abs() < 1e-2).all())
+def _check_softmax_twice(exam: Examination, labels: Tensor) -> Finding | None:
+    """Give the loss perfect answers: it is 0, or ln(e + V - 1) - 1 where it takes the softmax of probabilities."""
+    if labels.dim() != exam.output.dim() - 1:
+        return None
+    outputs, function = exam.output.shape[-1], loss_function(exam)
+    perfect = F.one_hot(labels.clamp(min=0), outputs).float()
+    is_output = are_probabilities(exam.output)
+    scales = (1.0,) if is_output else (30.0, 60.0)
+    try:
+        blind = float(function(torch.full_like(perfect, 1 / outputs), labels))
+        lowest = [float(function(scale * perfect, labels)) for scale in scales]
+    except FAILURES:
+        return None
+    expected = (math.log(math.e + outputs - 1) - 1) / math.log(outputs)
+    if blind <= 0 or any(abs(loss / blind - expected) > 1e-3 for loss in lowest):
+        return None
+    what = "its outputs are probabilities" if is_output else "the loss makes probabilities of the logits"
+    return finding(
+        "overfit",
+        "fail",
+        {"loss_of_perfect_answers": lowest[0], "expected": 0.0, "loss_of_a_guess": blind},
+        f"the softmax is taken twice: {what}, and F.cross_entropy takes the softmax of them again, so that the loss "
+        f"stays at {lowest[0]:.2f} however good the model is, and its gradients are small",
+        "return logits, without the softmax, and hand them to the loss as they are: F.cross_entropy(logits, labels) "
+        "applies the softmax itself",
+    )
 
 
 def _entropy(labels: Tensor) -> float:

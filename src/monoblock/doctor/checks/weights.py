@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from monoblock.doctor.examination import Examination, finding, not_applicable
 from monoblock.doctor.report import Finding, Outcome
 from monoblock.doctor.subject import difference
+
+PROMPT = 3  # tokens to generate from
 
 
 def _embedding_and_output(exam: Examination) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -82,18 +85,54 @@ def check_dropout(exam: Examination) -> Finding | None:
             "call model.eval() before use; write F.dropout(x, p, training=self.training), or use nn.Dropout",
         )
     module = exam.subject.module
-    return None if module is None else _check_probabilities(exam, module)
+    if module is None:
+        return None
+    return _check_probabilities(exam, module) or _check_mode_of_generation(exam, module)
+
+
+def _dropouts(module: nn.Module) -> dict[str, float]:
+    """Return the probabilities of the dropouts by the names of the modules."""
+    found = {name: m.p for name, m in module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
+    return found | {
+        name: float(m.dropout)
+        for name, m in module.named_modules()
+        if name and isinstance(getattr(m, "dropout", None), float)
+    }
+
+
+def _check_mode_of_generation(exam: Examination, module: nn.Module) -> Finding | None:
+    """Generate from a model in training mode, as a training loop leaves it: the dropouts must be switched off."""
+    generate, dropouts = exam.handed.generate, [name for name, p in _dropouts(module).items() if p > 0]
+    if generate is None or not dropouts:
+        return None
+    active = set[str]()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda module, *_: active.add(name) if module.training else None
+
+    handles = [module.get_submodule(name).register_forward_pre_hook(note(name)) for name in dropouts]
+    try:
+        with exam.subject.evaluating():
+            module.train()
+            generate(exam.ids[:1, :PROMPT].clone())
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not active:
+        return None
+    return finding(
+        "dropout",
+        "fail",
+        {"dropouts_that_are_on": len(active), "dropouts": len(dropouts)},
+        "text is generated in training mode: model.eval() is not called before, so that dropout changes every token",
+        "call model.eval() before you generate, and model.train() before training goes on",
+    )
 
 
 def _check_probabilities(exam: Examination, module: nn.Module) -> Finding | None:
     """Look for dropouts whose probability is not the declared one: it was not passed on."""
     declared = exam.subject.declared.dropout
-    found = {name: m.p for name, m in module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
-    found |= {
-        name: float(m.dropout)
-        for name, m in module.named_modules()
-        if name and isinstance(getattr(m, "dropout", None), float)
-    }
+    found = _dropouts(module)
     if total := [name for name, p in found.items() if p >= 1]:
         return finding(
             "dropout",
