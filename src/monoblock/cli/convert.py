@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -20,6 +21,11 @@ from monoblock.errors import ConfigError
     help="Format to write.  [default: gguf if --to ends in .gguf, else monoblock]",
 )
 @click.option("--kind", default="f16", show_default=True, help="For GGUF: type of the weight matrices: f32, f16, q8_0.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp64", "fp32", "fp16", "bf16"]),
+    help="For folders: round the weights to this type.  [default: that of SOURCE]",
+)
 @click.option("--family", help="For hf: model_type to write, if more than one Hugging Face family fits the model.")
 @click.option(
     "--adapter",
@@ -42,6 +48,7 @@ def command(
     target: str,
     target_format: str | None,
     kind: str,
+    dtype: str | None,
     family: str | None,
     adapter: Path | None,
     ignore_fields: tuple[str, ...],
@@ -62,7 +69,8 @@ def command(
 
     with open_model(source, ignore_fields=ignore_fields) as base, merge_adapter(base, adapter) as model:
         echo(f"Read {source}: {model.model.config.family}", err=True)
-        write_model(model, target, target_format, kind=kind, family=family, with_tokenizer=not no_tokenizer)
+        options: dict[str, Any] = {"kind": kind, "dtype": dtype, "family": family}
+        write_model(model, target, target_format, with_tokenizer=not no_tokenizer, **options)
         certificate = certify(model, target, target_format, lambda line: echo(line, err=True))
     if target_format == "monoblock":
         suggest_next(f"account {target}")

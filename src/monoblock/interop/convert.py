@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, FileError, did_you_mean
+from monoblock.interop.companions import MAX_FILE_BYTES, OTHER_FILES, TOKENIZER_FILES, has_tokenizer, read_companions
 from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, load_model, read_config, save_model
-from monoblock.interop.huggingface.export import (
-    TOKEN_ID_FIELDS,
-    TOKEN_ID_FIELDS_OF_FAMILY,
-    choose_family,
-    export_hf,
-)
+from monoblock.interop.huggingface.export import choose_family, export_hf
 from monoblock.interop.labels import LABELS_FILE, read_labels, write_labels
-from monoblock.interop.safetensors_reader import INDEX_FILE, RUN_RECIPE_FILE, WEIGHTS_FILE
-from monoblock.interop.tokenizer_folder import with_prompt_template
-from monoblock.untrusted_files import MB, has_file, read_bytes, read_json, safe_join
+from monoblock.interop.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
+from monoblock.untrusted_files import has_file, read_bytes, read_json, safe_join
 
 if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
@@ -39,24 +33,7 @@ FORMATS = ("monoblock", "hf", "gguf")
 PROGRAM = Path(__file__).with_name("unpickle.py")  # reads pickled files, in a process of its own
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 PICKLE_FILE, PICKLE_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# Small files in a model folder that are copied unchanged.
-COMPANION_FILES = (
-    CONFIG_FILE,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-)
-MAX_COMPANION_BYTES = 64 * MB
-GENERATION_CONFIG_FILE = "generation_config.json"
+COMPANION_FILES = (CONFIG_FILE, *TOKENIZER_FILES, *OTHER_FILES)  # are copied unchanged
 
 
 class SourceModel(NamedTuple):
@@ -104,7 +81,7 @@ def _convert_pickled_folder(folder: Path, target: Path) -> None:
     """Copy a Hugging Face folder to `target`, converting its pickled weights to safetensors."""
     for name in COMPANION_FILES:
         if has_file(folder, name):
-            (target / name).write_bytes(read_bytes(safe_join(folder, name), MAX_COMPANION_BYTES))
+            (target / name).write_bytes(read_bytes(safe_join(folder, name), MAX_FILE_BYTES))
     if has_file(folder, PICKLE_INDEX_FILE):
         weight_map = read_json(safe_join(folder, PICKLE_INDEX_FILE)).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -155,7 +132,7 @@ def open_model(source: str | Path, *, ignore_fields: Sequence[str] = ()) -> Iter
             _convert_pickled_folder(original, folder)
         try:
             model = load_model(Transformer, folder, ignore_fields=ignore_fields)
-            tokenizer = Tokenizer.from_pretrained(folder) if _has_tokenizer(folder) else None
+            tokenizer = Tokenizer.from_pretrained(folder) if has_tokenizer(folder) else None
         except FileError as error:
             raise FileError(str(error).replace(str(folder), str(original))) from None
         yield SourceModel(model_format, folder, model, tokenizer, tuple(ignore_fields))
@@ -194,7 +171,7 @@ def _fits_source_family(source: SourceModel) -> bool:
     if source.format != "hf":
         return False
     try:
-        choose_family(source.model.config, _source_family(source))
+        choose_family(source.model.config, read_model_type(source.path))
     except ConfigError:
         return False
     return True
@@ -216,16 +193,6 @@ def _detect_format(path: Path) -> str:
     return "hf" if has_file(path, WEIGHTS_FILE) or has_file(path, INDEX_FILE) else "pickle"
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    if folder.is_file():
-        from monoblock.tokenizers.formats.gguf_tokenizer import has_gguf_tokenizer
-
-        return has_gguf_tokenizer(folder)
-    from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary
-
-    return has_file(folder, "tokenizer.json") or find_vocabulary(folder) is not None
-
-
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
@@ -236,12 +203,14 @@ def write_model(
     *,
     kind: str = "f16",
     family: str | None = None,
+    dtype: str | None = None,
     with_tokenizer: bool = True,
 ) -> None:
     """Write a model in one of FORMATS.
 
     kind: the storage type of the matrices in a GGUF file: f32, f16 or q8_0.
     family: the model_type of a Hugging Face folder; by default that of the source, or the first that fits.
+    dtype: the dtype of the weights in a folder; by default that of the source.
     with_tokenizer: whether to write the tokenizer of the source.
     """
     if model_format not in FORMATS:
@@ -251,31 +220,26 @@ def write_model(
     target = Path(target)
     if target.resolve() == source.path.resolve():
         raise ConfigError(f"{target} is the model to be converted; write to another path")
-    tokenizer = source.tokenizer if with_tokenizer else None
-    if tokenizer is not None and model_format != "monoblock" and has_file(source.path, RUN_RECIPE_FILE):
-        tokenizer = with_prompt_template(tokenizer, source.model.config.family)
+    if dtype is not None and model_format == "gguf":
+        raise ConfigError(f"dtype={dtype} is for folders; for a GGUF file, write --kind f32, f16 or q8_0")
+    companions = read_companions(source.path)
+    companions = companions if with_tokenizer else companions.without_tokenizer()
     if model_format == "gguf":
         from monoblock.interop.gguf.writer import save_gguf
 
-        save_gguf(source.model, target, tokenizer=tokenizer, kind=kind, name=source.path.stem)
-        return
-    if model_format == "hf":
-        family = family or _source_family(source)
-        export_hf(source.model, target, family=family, special_token_ids=_special_token_ids(source))
+        tokenizer = companions.load_tokenizer(source.model.config.family)
+        save_gguf(
+            source.model,
+            target,
+            tokenizer=tokenizer,
+            generation=companions.generation,
+            kind=kind,
+            name=source.path.stem,
+        )
+    elif model_format == "hf":
+        export_hf(source.model, target, family=family, dtype=dtype, companions=companions)
     else:
-        save_model(source.model, target)
-    head, labels = source.model.config.head, read_labels(source.path)
-    if head is not None and labels and head.classes == len(labels):
-        write_labels(target, labels, model_format)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(target)
-    if source.path.is_dir() and has_file(source.path, GENERATION_CONFIG_FILE):
-        shutil.copyfile(safe_join(source.path, GENERATION_CONFIG_FILE), target / GENERATION_CONFIG_FILE)
-
-
-def _source_family(source: SourceModel) -> str | None:
-    """Return the model_type of a Hugging Face source, or None for other sources."""
-    return read_model_type(source.path) if source.format == "hf" else None
+        save_model(source.model, target, dtype=dtype, companions=companions)
 
 
 def read_model_type(folder: Path) -> str:
@@ -283,16 +247,3 @@ def read_model_type(folder: Path) -> str:
     from monoblock.interop.huggingface.load import find_family
 
     return find_family(read_json(safe_join(folder, CONFIG_FILE)))[0].model_type
-
-
-def _special_token_ids(source: SourceModel) -> dict[str, Any]:
-    """Return the fields of config.json with token ids: those of the tokenizer and of generation_config.json."""
-    names = (*TOKEN_ID_FIELDS, *TOKEN_ID_FIELDS_OF_FAMILY.get(source.model.config.family, ()))
-    ids: dict[str, Any] = {}
-    if source.tokenizer is not None:
-        roles = {name: name.removesuffix("_token_id") for name in names}
-        ids = {name: getattr(source.tokenizer, f"{role}_id", None) for name, role in roles.items()}
-    if source.path.is_dir() and has_file(source.path, GENERATION_CONFIG_FILE):
-        defaults = read_json(safe_join(source.path, GENERATION_CONFIG_FILE))
-        ids |= {name: defaults[name] for name in names if defaults.get(name) is not None}
-    return {name: id_ for name, id_ in ids.items() if id_ is not None}

@@ -17,6 +17,7 @@ import torch
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.schema import from_dict, to_dict
 from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.interop.companions import Companions, cast, choose_dtype, read_companions, stored_size
 from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
 from monoblock.interop.hub import resolve_model_path
 from monoblock.interop.safetensors_reader import build_on_meta, open_weights
@@ -36,21 +37,42 @@ DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": 
 T = TypeVar("T", "Transformer", "Recurrent")
 
 
-def save_model(model: Transformer | Recurrent, folder: str | Path, *, max_shard_size: int = MAX_SHARD_SIZE) -> None:
+def save_model(
+    model: Transformer | Recurrent,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    companions: Companions | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+) -> None:
     """Write config.json and the weights of a model, divided into files of at most `max_shard_size` bytes.
 
     LoRA adapters are written merged into the weights.
+
+    dtype: the dtype of the weights; by default that of the files the model was loaded from if it holds the weights
+        exactly, else that of the model.
+    companions: what else is written; by default what lies beside the weights that the model was loaded from.
     """
+    companions = read_companions(model.loaded_from) if companions is None else companions
     folder, model = Path(folder), merge_adapters(model)
     state = model.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
         raise InputError("a model on the meta device has no weights to save; build it on a real device first")
+    quantized = isinstance(model.config, ModelConfig) and model.config.quantize is not None
+    if quantized and dtype is not None:
+        raise ConfigError(
+            f"dtype={dtype} is for floating-point weights, but this model is quantized; leave it out, or write the "
+            "format hf, which is dequantized"
+        )
+    stored = None if quantized else parse_dtype(dtype) if dtype else choose_dtype(state, companions.dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         key = "recurrent" if isinstance(model.config, RecurrentConfig) else "model"
-        data = {"format": FORMAT_NAME, key: to_dict(model.config)}
-        factories = [{name: lambda tensor=tensor: tensor} for name, tensor in state.items()]
-        save_weights(folder, factories, {name: tensor.nbytes for name, tensor in state.items()}, max_shard_size)
+        data = {"format": FORMAT_NAME, key: to_dict(model.config), **companions.own_fields()}
+        factories = [{name: lambda tensor=tensor: cast(tensor, stored)} for name, tensor in state.items()]
+        sizes = {name: stored_size(tensor, stored) for name, tensor in state.items()}
+        save_weights(folder, factories, sizes, max_shard_size)
+        companions.write(folder, model.config, published=False)
         (folder / f"{CONFIG_FILE}.tmp").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         commit_file(folder / CONFIG_FILE)
     except OSError as error:
@@ -79,7 +101,9 @@ def load_model(
     """
     folder = resolve_model_path(folder)
     with reading(folder):
-        return _load_model(cls, folder, _parse_dtype(dtype), device, ignore_fields, mesh)
+        model = _load_model(cls, folder, parse_dtype(dtype), device, ignore_fields, mesh)
+    model.loaded_from = folder.resolve()
+    return model
 
 
 def _load_model(
@@ -142,7 +166,7 @@ def _parse_config(folder: str | Path, data: dict[str, Any]) -> ModelConfig | Rec
         raise FileError(f"{path}: {error}") from None
 
 
-def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """Return a torch dtype, given as a dtype or by a name such as "float16" or "bf16"."""
     parsed = getattr(torch, DTYPE_NAMES.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
     if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from monoblock.errors import FileError
-from monoblock.interop.folder import CONFIG_FILE
+from monoblock.interop.config_file import CONFIG_FILE
 from monoblock.untrusted_files import has_file, parse_json, read_bytes, read_json, safe_join
 
 LABELS_FILE = "labels.json"

@@ -13,12 +13,11 @@ from typing import Any
 from monoblock.config.model import EmbeddingConfig, ModelConfig, RecurrentConfig
 from monoblock.config.schema import to_dict
 from monoblock.errors import FileError, InputError
+from monoblock.interop.companions import FINGERPRINT_KEY
 from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, read_config
 from monoblock.tokenizers.compatibility import check_published_tokenizer, check_tokenizer_fits
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted_files import has_file, read_json, safe_join
-
-FINGERPRINT_KEY = "tokenizer"  # key in config.json
 
 
 def load_tokenizer(

@@ -47,6 +47,7 @@ class Transformer(nn.Module):
     """
 
     block_class: type[Block] = Block  # a subclass of Transformer may build its stacks from another block
+    loaded_from: Path | None = None  # the folder or file of a loaded model; what lies there is saved with the model
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -309,11 +310,16 @@ class Transformer(nn.Module):
 
         return cast(Self, load_model(cls, folder, dtype=dtype, device=device, ignore_fields=ignore_fields))
 
-    def save_pretrained(self, folder: str | Path, *, max_shard_size: int = 5 * 10**9) -> None:
+    def save_pretrained(
+        self, folder: str | Path, *, dtype: torch.dtype | str | None = None, max_shard_size: int = 5 * 10**9
+    ) -> None:
         """Write config.json and model.safetensors to a folder, split into files of at most `max_shard_size` bytes.
 
-        LoRA adapters are written merged into the weights; `mb.save_adapter` writes the adapters alone.
+        A model that was loaded is written with the tokenizer, the labels and the settings of generation that lay beside
+        it.  `dtype` rounds the weights; by default they have the dtype of the files they were loaded from if it holds
+        them exactly, else that of the model.  LoRA adapters are written merged into the weights; `mb.save_adapter`
+        writes the adapters alone.
         """
         from monoblock.interop.folder import save_model
 
-        save_model(self, folder, max_shard_size=max_shard_size)
+        save_model(self, folder, dtype=dtype, max_shard_size=max_shard_size)

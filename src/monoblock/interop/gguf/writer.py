@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +14,10 @@ import numpy as np
 from monoblock.errors import ConfigError, FileError, InputError, did_you_mean
 from monoblock.interop.gguf.architectures import ARCHITECTURES, LM_CLASS, ROPE_FACTORS, VOCAB_SIZE, with_rope_factors
 from monoblock.interop.gguf.reader import import_gguf
+from monoblock.interop.gguf.sampling import sampling_fields
 from monoblock.interop.huggingface.family import Family
 from monoblock.interop.rename import map_weights
-from monoblock.quantization.convert import merge_adapters
+from monoblock.quantization.convert import dequantize, merge_adapters
 from monoblock.tokenizers.formats.gguf_tokenizer import NO_TOKENIZER, PREFIX, to_fields
 
 if TYPE_CHECKING:
@@ -29,15 +32,32 @@ MAX_F16 = 65504.0
 
 
 def save_gguf(
-    model: Transformer, path: str | Path, *, tokenizer: Tokenizer | None = None, kind: str = "f16", name: str = "model"
+    model: Transformer,
+    path: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    generation: Mapping[str, Any] | None = None,
+    kind: str = "f16",
+    name: str = "model",
 ) -> None:
-    """Write a model as a GGUF file; `kind` is the storage type of the matrices: f32, f16 or q8_0.
+    """Write a model as a GGUF file.
 
-    LoRA adapters are written merged into the weights.
+    LoRA adapters are written merged into the weights, and a quantized model is dequantized first.
+
+    generation: the content of a generation_config.json; a warning names what GGUF has no room for.
+    kind: the storage type of the matrices: f32, f16 or q8_0.
     """
     if kind not in FILE_TYPES:
         raise ConfigError(f"kind={kind!r} is none of {', '.join(FILE_TYPES)}{did_you_mean(kind, FILE_TYPES)}")
     model = merge_adapters(model)
+    if model.config.quantize is not None:
+        warnings.warn(
+            f"the weights are dequantized from {model.config.quantize.bits} bits, and written as {kind}", stacklevel=2
+        )
+        model = dequantize(model)
+    sampling, lost = sampling_fields(generation or {})
+    if lost:
+        warnings.warn(f"GGUF has no room for these settings of generation: {', '.join(lost)}", stacklevel=2)
     family, fields = _choose_architecture(model)
     rope_factors = fields.pop(ROPE_FACTORS, None)
     vocabulary: dict[str, Any] = {f"{PREFIX}.model": NO_TOKENIZER}
@@ -53,7 +73,7 @@ def save_gguf(
         writer.add_quantization_version(package.GGML_QUANT_VERSION)
         for field, value in fields.items():
             _add_field(writer, f"{family.model_type}.{field}", value)
-        for field, value in vocabulary.items():
+        for field, value in (vocabulary | sampling).items():
             _add_field(writer, field, value)
         _write_tensors(writer, model, family, kind, rope_factors)
         with open(temporary, "rb+") as file:

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from monoblock.config.model import ModelConfig
+from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.errors import ConfigError, FileError, InputError, did_you_mean
+from monoblock.interop.companions import (
+    START_FIELD,
+    TOKEN_ID_FIELDS,
+    TOKEN_ID_FIELDS_OF_FAMILY,
+    Companions,
+    cast,
+    choose_dtype,
+    read_companions,
+    stored_size,
+)
+from monoblock.interop.folder import CONFIG_FILE, parse_dtype
+from monoblock.interop.huggingface.config_tree import config_difference
 from monoblock.interop.huggingface.equivalents import Form, equivalent_forms
 from monoblock.interop.huggingface.families import FAMILIES
 from monoblock.interop.huggingface.family import Family
+from monoblock.interop.huggingface.ignored_fields import is_harmless
+from monoblock.interop.huggingface.load import find_family
 from monoblock.interop.rename import TensorMapping, map_weights
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, TensorFactory, commit_file, save_weights
-from monoblock.quantization.convert import merge_adapters
+from monoblock.quantization.convert import dequantize, merge_adapters
 
 if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
 
-CONFIG_FILE = "config.json"
 MAX_REASONS = 3  # families named in an error
-# Written as null unless given, since otherwise transformers takes the ids of a published model.
-TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-START_FIELD = "decoder_start_token_id"
-TOKEN_ID_FIELDS_OF_FAMILY = {
-    "encoder-only": ("cls_token_id", "sep_token_id"),
-    "encoder-decoder": (START_FIELD, "forced_bos_token_id", "forced_eos_token_id"),
-}
 
 
 def choose_family(config: ModelConfig, model_type: str | None = None) -> tuple[Family, str, dict[str, Any]]:
@@ -39,10 +48,6 @@ def choose_family(config: ModelConfig, model_type: str | None = None) -> tuple[F
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ConfigError(f"there is no Hugging Face family {model_type!r}{did_you_mean(model_type, FAMILIES)}")
-    if config.quantize is not None:
-        raise ConfigError(
-            "a quantized model cannot be written as a Hugging Face folder; convert the model before quantizing"
-        )
     kind = None if config.head is None else config.head.kind
     kind = "classifier" if kind == "regression" else kind  # the same classes, with another problem_type
     reason, reasons = "", []
@@ -83,50 +88,124 @@ def export_hf(
     *,
     family: str | None = None,
     special_token_ids: Mapping[str, int] | None = None,
+    dtype: torch.dtype | str | None = None,
+    companions: Companions | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
 ) -> None:
-    """Write a folder that transformers loads with the same weights and logits; LoRA adapters are written merged.
+    """Write a folder that transformers loads with the same weights and logits.
 
-    family: the model_type to write; by default the first that can express the model.
+    A model that was loaded is written with the tokenizer, the labels, the settings of generation and the other fields
+    that lay beside it.  LoRA adapters are written merged, and a quantized model is dequantized.
+
+    family: the model_type to write; by default that of the folder the model was loaded from, else the first that can
+        express the model.
     special_token_ids: fields of config.json such as eos_token_id, with their values.
+    dtype: the dtype of the weights; by default that of the files the model was loaded from if it holds the weights
+        exactly, else that of the model.
+    companions: what else is written; by default what lies beside the weights that the model was loaded from.
     max_shard_size: the maximum size of a weights file in bytes.
     """
-    model, special_token_ids = merge_adapters(model), special_token_ids or {}
+    companions = read_companions(model.loaded_from) if companions is None else companions
+    model = merge_adapters(model)
+    if model.config.quantize is not None:
+        warnings.warn(f"the weights are dequantized from {model.config.quantize.bits} bits", stacklevel=2)
+        model = dequantize(model)
+    ids = companions.special_token_ids(model.config.family) | dict(special_token_ids or {})
     state = model.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
         raise InputError("a model on the meta device has no weights to save; build it on a real device first")
-    (config, convert), chosen, class_name, fields = choose_form(model.config, family, special_token_ids)
+    (config, convert), chosen, class_name, fields = _choose_form_of(model.config, family, companions.model_type, ids)
     state = convert(dict(state))
-    read = {field for rule in chosen.fields for field in rule.defaults}  # fields that follow from the configuration
-    ids: dict[str, Any] = dict.fromkeys((*TOKEN_ID_FIELDS, *TOKEN_ID_FIELDS_OF_FAMILY.get(config.family, ())))
-    fields = ids | fields | {field: id_ for field, id_ in special_token_ids.items() if field not in read}
-    if fields.get(START_FIELD, 0) is None:  # it must be a number; `generate` starts with the same one
-        fields[START_FIELD] = 0 if fields["pad_token_id"] is None else fields["pad_token_id"]
-    fields["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    stored = parse_dtype(dtype) if dtype else choose_dtype(state, companions.dtype)
+    fields = _with_companions(fields, chosen, config, companions, ids, special_token_ids or {})
+    fields["dtype"] = str(stored or next(iter(state.values())).dtype).removeprefix("torch.")
     omitted_prefix = chosen.prefix if class_name in chosen.unprefixed_classes else ""
     rules = chosen.weight_rules(config, class_name)
     factories, sizes = list[dict[str, TensorFactory]](), dict[str, int]()
     for mapping in map_weights(rules, {name: tensor.shape for name, tensor in state.items()}, config):
-        tensors = _LazyTensors(mapping, [state[name] for name in mapping.ours])
+        tensors = _LazyTensors(mapping, [state[name] for name in mapping.ours], stored)
         names = [name.removeprefix(omitted_prefix) for name in mapping.theirs]
         factories.append({name: tensors.factory(index) for index, name in enumerate(names)})
-        sizes |= dict.fromkeys(names, sum(state[name].nbytes for name in mapping.ours) // len(names))
+        sizes |= dict.fromkeys(names, sum(stored_size(state[name], stored) for name in mapping.ours) // len(names))
     folder = Path(folder)
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_weights(folder, factories, sizes, max_shard_size)
+        companions.write(folder, config, published=True)
         (folder / f"{CONFIG_FILE}.tmp").write_text(text, encoding="utf-8")
         commit_file(folder / CONFIG_FILE)
     except OSError as error:
         raise FileError(f"the model cannot be written to {folder}: {error.strerror or error}") from None
 
 
+def _choose_form_of(
+    config: ModelConfig, family: str | None, source_family: str | None, ids: Mapping[str, int]
+) -> tuple[Form, Family, str, dict[str, Any]]:
+    """Return what `choose_form` returns, for the family of the source if no other is given and it fits."""
+    if family is not None or source_family is None:
+        return choose_form(config, family, ids)
+    try:
+        return choose_form(config, source_family, ids)
+    except ConfigError as reason:
+        chosen = choose_form(config, None, ids)
+        warnings.warn(f"written as {chosen[1].model_type}: {reason}", stacklevel=3)
+        return chosen
+
+
+def _with_companions(
+    fields: dict[str, Any],
+    chosen: Family,
+    config: ModelConfig,
+    companions: Companions,
+    ids: Mapping[str, Any],
+    given_ids: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Add the labels, the token ids and the other fields of the source to those that follow from the configuration."""
+    read = {field for rule in chosen.fields for field in rule.defaults}
+    if companions.model_type == chosen.model_type:
+        fields, ids = _source_fields(fields, chosen, config, companions.fields), given_ids
+    else:  # null unless given, since otherwise transformers takes the ids of a published model
+        names = (*TOKEN_ID_FIELDS, *TOKEN_ID_FIELDS_OF_FAMILY.get(config.family, ()))
+        fields = dict.fromkeys(names) | fields
+    fields |= {field: id_ for field, id_ in ids.items() if field not in read}
+    if fields.get(START_FIELD, 0) is None and companions.model_type != chosen.model_type:
+        # it must be a number; `generate` starts with the same one
+        fields[START_FIELD] = 0 if fields.get("pad_token_id") is None else fields["pad_token_id"]
+    labels = companions.labels_for(config)
+    if labels:
+        fields["id2label"] = {str(index): label for index, label in enumerate(labels)}
+        fields["label2id"] = {label: index for index, label in enumerate(labels)}
+    return fields
+
+
+def _source_fields(
+    fields: dict[str, Any], chosen: Family, config: ModelConfig, source: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of the source if they still say what the model is, else `fields` and those that no rule reads.
+
+    Both say the same; but the source may say it in another way, and has the fields that change no output.
+    """
+    class_name, tied = fields["architectures"][0], fields["tie_word_embeddings"]
+    has_vocabulary_head = config.head is not None and config.head.kind in VOCABULARY_HEADS
+    source = dict(source) | ({"tie_word_embeddings": tied} if has_vocabulary_head else {})
+    try:
+        tree = chosen.apply_tying(chosen.config_tree(source, class_name), source, tied)
+        same = find_family(source)[1] == class_name
+        same = same and config_difference(config, chosen.build_config(tree, tied=tied)) is None
+    except (ConfigError, FileError):
+        same = False
+    if same:
+        return source | {"architectures": [class_name]}
+    read = {name for rule in chosen.fields for name in rule.defaults} | {*chosen.field_aliases}
+    return {name: value for name, value in source.items() if name not in read and is_harmless(name, value)} | fields
+
+
 class _LazyTensors:
     """The Hugging Face tensors of one mapping, computed when the first is needed and freed after the last."""
 
-    def __init__(self, mapping: TensorMapping, ours: Sequence[Tensor]) -> None:
-        self.mapping, self.ours = mapping, ours
+    def __init__(self, mapping: TensorMapping, ours: Sequence[Tensor], dtype: torch.dtype | None) -> None:
+        self.mapping, self.ours, self.dtype = mapping, ours, dtype
         self.tensors: list[Tensor | None] = []
 
     def factory(self, index: int) -> TensorFactory:
@@ -137,6 +216,6 @@ class _LazyTensors:
             assert tensor is not None
             if all(left is None for left in self.tensors):
                 self.tensors = []
-            return tensor
+            return cast(tensor, self.dtype)
 
         return take

@@ -64,6 +64,8 @@ def additive_attention(query: Tensor, keys: Tensor, score: Tensor | nn.Module, v
 class Recurrent(nn.Module):
     """An LSTM language model or encoder-decoder, called like a Transformer of that family."""
 
+    loaded_from: Path | None = None  # the folder of a loaded model; what lies there is saved with the model
+
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
         self.config = config
@@ -276,11 +278,16 @@ class Recurrent(nn.Module):
 
         return cast(Self, load_model(cls, folder, dtype=dtype, device=device))
 
-    def save_pretrained(self, folder: str | Path, *, max_shard_size: int = 5 * 10**9) -> None:
-        """Write config.json and model.safetensors to a folder, split into files of at most `max_shard_size` bytes."""
+    def save_pretrained(
+        self, folder: str | Path, *, dtype: torch.dtype | str | None = None, max_shard_size: int = 5 * 10**9
+    ) -> None:
+        """Write config.json and model.safetensors to a folder, split into files of at most `max_shard_size` bytes.
+
+        `dtype` rounds the weights.
+        """
         from monoblock.interop.folder import save_model
 
-        save_model(self, folder, max_shard_size=max_shard_size)
+        save_model(self, folder, dtype=dtype, max_shard_size=max_shard_size)
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,52 @@
+"""The settings of generation that a GGUF file has room for: llama.cpp's fields general.sampling.*."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from monoblock.tokenizers.formats.gguf_header import read_gguf_header
+
+PREFIX = "general.sampling"
+# Fields of generation_config.json: the GGUF field and its type.
+FIELDS: dict[str, tuple[str, type]] = {
+    "temperature": ("temp", float),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "repetition_penalty": ("penalty_repeat", float),
+}
+# Fields that GGUF stores with the tokenizer, or that change no text.
+ELSEWHERE = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "transformers_version", "use_cache"}
+
+
+def sampling_fields(generation: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the GGUF fields for a generation_config.json, and the names of its fields that GGUF has no room for."""
+    given = {name: value for name, value in generation.items() if value is not None and not name.startswith("_")}
+    known = {name: value for name, value in given.items() if name in FIELDS and isinstance(value, int | float)}
+    if given.get("do_sample") is False or ("do_sample" not in given and known):
+        known["temperature"] = 0.0  # greedy
+    elif given.get("do_sample"):
+        known.setdefault("temperature", 1.0)
+    fields = {f"{PREFIX}.{FIELDS[name][0]}": FIELDS[name][1](value) for name, value in known.items()}
+    lost = [name for name in given if name not in known and name not in ELSEWHERE]
+    ends = given.get("eos_token_id")
+    return fields, lost + (["eos_token_id (only one)"] if isinstance(ends, list) and len(ends) > 1 else [])
+
+
+def read_sampling(path: Path) -> dict[str, Any]:
+    """Return the settings of generation in a GGUF file, as the fields of a generation_config.json."""
+    stored = read_gguf_header(path).fields
+    values = {name: stored.get(f"{PREFIX}.{key}") for name, (key, _) in FIELDS.items()}
+    values = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    if "temperature" not in values:
+        return values
+    return (
+        values | {"do_sample": values["temperature"] > 0}
+        if values["temperature"]
+        else {
+            **{name: value for name, value in values.items() if name != "temperature"},
+            "do_sample": False,
+        }
+    )
