@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.cli._shared.model_folder import save_model_folder
 from monoblock.config.inputs import PatchConfig
 from monoblock.data.readers.by_path import infer_kind, read_split
 from monoblock.interop.adapters import load_adapter, save_adapter
@@ -303,7 +302,8 @@ def test_quantize_does_not_copy_a_file_that_a_link_leads_to(tmp_path):
     save_model(model, folder)
     (tmp_path / "secret").write_text("{}")
     (folder / "labels.json").symlink_to(tmp_path / "secret")
-    assert_refused("a link that leads out of the folder", save_model_folder, model, None, folder, tmp_path / "out")
+    loaded = mb.Transformer.from_pretrained(folder)
+    assert_refused("a link that leads out of the folder", save_model, loaded, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["../../../X", "/tmp/x", "a/b", "..", "", "a\\nb", "x" * 200])

@@ -111,6 +111,67 @@ def test_the_certificate_notices_a_wrong_weight(tmp_path):
         assert min(compare_logits(ours, theirs).values()) > 1e-4
 
 
+def loud(model):
+    """Multiply the matrices, so that scores are large and heads attend to few tokens."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8 if weight.dim() == 2 else 1)
+    return model
+
+
+def test_limits_of_scores_are_compared_with_an_implementation_that_has_them(tmp_path, capsys):
+    """The fused kernels of transformers, which it takes by default, drop the soft cap of Gemma 2."""
+    sizes = SIZES | {"num_key_value_heads": 3, "head_dim": 14, "vocab_size": 61}
+    model = loud(transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, attn_logit_softcapping=2.0)))
+    model.save_pretrained(tmp_path / "theirs")
+    for source, target, name in (("theirs", "out", "hf"), ("out", "ours", "monoblock"), ("ours", "back", "hf")):
+        certificate = run_convert(capsys, tmp_path / source, "--to", tmp_path / target, "--format", name)
+        assert certificate["max_logit_difference"]["fp64_plain"] < 1e-5
+
+
+@pytest.mark.parametrize("head_dim", [20, 14])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_gguf_with_heads_of_any_size_is_compared(qk_norm, head_dim, tmp_path, capsys):
+    """transformers gives every Qwen 3 in GGUF heads of size 128."""
+    pytest.importorskip("gguf")
+    sizes = {"vocab": 61, "width": 36, "depth": 2, "heads": 6, "kv_heads": 3, "context": 37, "hidden": 46}
+    model = loud(Transformer(mb.llama(**sizes, head_dim=head_dim, qk_norm=qk_norm)))
+    model.save_pretrained(tmp_path / "ours")
+    certificate = run_convert(capsys, tmp_path / "ours", "--to", tmp_path / "x.gguf", "--kind", "f32")
+    assert certificate["max_logit_difference"]["fp64_plain"] < 1e-6
+
+
+def test_gguf_with_rotary_factors_is_compared_with_its_source(tmp_path, capsys):
+    """transformers ignores them, so that its logits are others."""
+    pytest.importorskip("gguf")
+    scaling = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 16}
+    sizes = SIZES | {"num_attention_heads": 3, "vocab_size": 61, "max_position_embeddings": 128}
+    config = transformers.LlamaConfig(**sizes, rope_parameters=scaling)
+    loud(transformers.LlamaForCausalLM(config)).save_pretrained(tmp_path / "theirs")
+    certificate = run_convert(capsys, tmp_path / "theirs", "--to", tmp_path / "x.gguf", "--kind", "f32")
+    assert certificate["max_logit_difference"]["fp64_plain"] < 1e-4
+    assert run(["convert", str(tmp_path / "x.gguf"), "--to", str(tmp_path / "back"), "--format", "hf"]) == 0
+    out, err = capsys.readouterr()
+    assert "transformers ignores the rotary factors of a GGUF file, so" in err
+    assert json.loads(out.splitlines()[-1])["max_logit_difference"]["fp64_plain"] < 1e-4
+
+
+def test_a_gguf_file_that_transformers_cannot_read_is_compared_with_its_source(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("gguf")
+    Transformer(mb.llama(vocab=61, width=36, depth=2, heads=3, context=37)).save_pretrained(tmp_path / "ours")
+
+    def fail(*_):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("monoblock.interop.certificate.load_reference", fail)
+    assert run(["convert", str(tmp_path / "ours"), "--to", str(tmp_path / "x.gguf"), "--kind", "f32"]) == 0
+    out, err = capsys.readouterr()
+    assert max(json.loads(out.splitlines()[-1])["max_logit_difference"].values()) < 1e-6
+    assert "transformers failed (RuntimeError: no)" in err
+    assert "the file was read again by monoblock, and compared with the source" in err
+
+
 def test_a_reference_that_fails_is_logged_and_no_difference_is_reported(tmp_path, capsys, monkeypatch):
     def fail(*_):
         raise RuntimeError("two\nlines")
@@ -136,6 +197,7 @@ def test_a_monoblock_folder_is_converted_to_hugging_face_and_then_to_gguf(tmp_pa
     assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:GGUF has no room for these settings of generation. max_new_tokens")
 def test_a_run_whose_tokenizer_gguf_cannot_name_is_written_without_it(tmp_path, capsys):
     gguf = pytest.importorskip("gguf")
     folder, path = causal_folder(tmp_path), tmp_path / "model.gguf"

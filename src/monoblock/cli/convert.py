@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def command(
         echo(f"Read {source}: {model.model.config.family}", err=True)
         options: dict[str, Any] = {"kind": kind, "dtype": dtype, "family": family}
         write_model(model, target, target_format, with_tokenizer=not no_tokenizer, **options)
-        certificate = certify(model, target, target_format, lambda line: echo(line, err=True))
+        certificate = certify(model, target, target_format, partial(echo, err=True), dtype=dtype)
     if target_format == "monoblock":
         suggest_next(f"account {target}")
     echo(dump_json(certificate._asdict()))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
-from monoblock.cli._shared.model_folder import load_tokenizer, save_model_folder
 from monoblock.cli._shared.model_options import device_option, resolve_device
 from monoblock.cli._shared.number_types import NumberRange
 from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
@@ -95,7 +94,7 @@ def command(
             data_folder=resolve_data_folder(folder),
             progress=progress,
         )
-    save_model_folder(result.model.cpu(), load_tokenizer(path), path, out)
+    result.model.cpu().save_pretrained(out)
     if as_json:
         print_json(to_json(result, out))
     else:

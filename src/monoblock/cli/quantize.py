@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from monoblock.cli._shared.data_options import resolve_data_folder
-from monoblock.cli._shared.model_folder import load_tokenizer, save_model_folder
 from monoblock.cli._shared.output import echo, format_bytes, json_option, print_json, print_table, suggest_next
-from monoblock.errors import ConfigError
+from monoblock.errors import ConfigError, FileError
 
 if TYPE_CHECKING:
     from monoblock.tokenizers.tokenizer import Tokenizer
@@ -103,13 +103,16 @@ def command(
         raise ConfigError(f"the folder {out} is not empty; give another folder with --out")
     if data is not None and data.is_file():
         text, data = str(data), None
+    from monoblock.interop.companions import read_companions
     from monoblock.nn.transformer import Transformer
     from monoblock.quantization.convert import quantize
     from monoblock.quantization.evaluate import state_dict_bytes
 
     before = Transformer.from_pretrained(model).eval()
     is_language_model = before.config.family == "decoder-only" and before.config.head is not None
-    tokenizer, documents = load_tokenizer(model), None
+    tokenizer, documents = None, None
+    with contextlib.suppress(FileError):  # a tokenizer that cannot be read is copied, too
+        tokenizer = read_companions(before.loaded_from).load_tokenizer()
     if is_language_model and tokenizer is not None:
         documents = encode_text(tokenizer, text, resolve_data_folder(data))
     options: dict[str, Any] = {"bits": int(bits), "group": group, "table_bits": int(table_bits)}
@@ -119,7 +122,7 @@ def command(
     result["bytes"] = {"before": state_dict_bytes(before), "after": state_dict_bytes(after)}
     if documents is not None:
         result |= {"text": text, **compare_perplexity(before, after, documents, tokens)}
-    save_model_folder(after, tokenizer, model, out)
+    after.save_pretrained(out)
     if as_json:
         print_json(result)
     else:

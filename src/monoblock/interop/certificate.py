@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from monoblock.config.model import EmbeddingConfig, FramesConfig, PatchConfig
+from monoblock.errors import MonoblockError
 from monoblock.interop.convert import SourceModel, read_model_type
 from monoblock.interop.folder import CONFIG_FILE, load_model
 from monoblock.interop.safetensors_reader import INDEX_FILE, open_weights
@@ -44,40 +46,88 @@ class Certificate(NamedTuple):
     max_logit_difference: dict[str, float] | None
 
 
-def certify(source: SourceModel, output_path: str | Path, model_format: str, log: Callable[[str], None]) -> Certificate:
+def certify(
+    source: SourceModel,
+    output_path: str | Path,
+    model_format: str,
+    log: Callable[[str], None],
+    *,
+    dtype: str | None = None,
+) -> Certificate:
     """Compare our model with the models that transformers loads from the source and from the converted output.
 
+    A GGUF file is also read again by us, and compared with the source: transformers does not read all that such a file
+    can say.
+
     model_format: the format of the output: monoblock, hf or gguf.
+    dtype: the type to which the weights of the output were rounded.
     If transformers cannot load them, log the reason and report no difference; the conversion itself is not affected.
     """
-    model = source.model
-    family = _family_name(source, Path(output_path) if model_format == "hf" else None)
-    folders = [source.path] if source.format in ("hf", "gguf") else []
-    if model_format == "hf" or (model_format == "gguf" and _is_reader_installed(gguf=True)):
-        folders.append(Path(output_path))
-    elif model_format == "gguf":
-        log("transformers cannot read GGUF here (pip install gguf accelerate), so the file written is not compared")
+    model, output = source.model, Path(output_path)
+    family = _family_name(source, output if model_format == "hf" else None)
     count = sum(weight.numel() for weight in model.parameters())
-    differences = None
-    if not folders or not _is_reader_installed(gguf=source.format == "gguf"):
-        log("transformers is not installed or cannot read these formats, so no difference of logits is reported")
-    elif count > MAX_PARAMETERS:
+    if count > MAX_PARAMETERS:
         log(f"{count:,} parameters are too many to compare in memory, so no difference of logits is reported")
-    else:
+        return Certificate(family, count, len(model.state_dict()), None)
+    ignored, differences = source.ignore_fields, list[dict[str, float]]()
+    if model_format == "gguf":
+        differences.append(logit_differences(source.path, output, ignored, read_by_us=True))
+    if dtype is not None:
+        rounding = _largest([logit_differences(source.path, output, ignored, read_by_us=True)])
+        if rounding > 0:
+            log(f"the weights were rounded to {dtype}, which changes the logits by up to {rounding:.2g}")
+    pairs = [(source.path, source.path)] if source.format in ("hf", "gguf") else []
+    if model_format in ("hf", "gguf"):
+        pairs.append((source.path if dtype is None else output, output))
+    by_transformers = list(_compare_with_transformers(pairs, ignored, log))
+    differences += by_transformers
+    if not differences:
+        log("transformers is not installed or cannot read these formats, so no difference of logits is reported")
+    elif not by_transformers:
+        log("the file was read again by monoblock, and compared with the source")
+    if model_format != "gguf" and source.format != "gguf" and (worst := _largest(differences)) > MAX_FP64_DIFFERENCE:
+        log(f"warning: the logits differ from those of transformers by up to {worst:.2g}, which is more than rounding")
+    return Certificate(family, count, len(model.state_dict()), _merge(differences) if differences else None)
+
+
+def _compare_with_transformers(
+    pairs: Sequence[tuple[Path, Path]], ignored: Sequence[str], log: Callable[[str], None]
+) -> Iterator[dict[str, float]]:
+    """Yield the differences between our model from the first path of a pair and that of transformers from the second.
+
+    Log what transformers cannot read.
+    """
+    for ours, theirs in pairs:
+        reason = _reason_not_to_read(theirs)
+        if reason is not None:
+            log(f"transformers {reason}, so {theirs} is not compared with it")
+            continue
         try:
-            differences = _max_over_folders(
-                [logit_differences(source.path, folder, source.ignore_fields) for folder in folders]
-            )
+            yield logit_differences(ours, theirs, ignored if ours == pairs[0][0] else ())
         except Exception as error:  # transformers may fail in many ways, depending on its version
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            log(f"transformers failed ({reason}), so no difference of logits is reported")
-    worst = max((value for name, value in (differences or {}).items() if name.startswith("fp64")), default=0.0)
-    if worst > MAX_FP64_DIFFERENCE and not (model_format == "gguf" or source.format == "gguf"):
-        log(f"warning: the logits differ from those of transformers by up to {worst:.2g}, which is more than rounding")
-    return Certificate(family, count, len(model.state_dict()), differences)
+            log(f"transformers failed ({reason}), so {theirs} is not compared with it")
 
 
-def _max_over_folders(differences: list[dict[str, float]]) -> dict[str, float]:
+def _reason_not_to_read(path: Path) -> str | None:
+    """Return why transformers cannot be a reference for a file or folder, or None."""
+    if not find_spec("transformers"):
+        return "is not installed"
+    if path.is_dir():
+        return None
+    if not all(find_spec(name) for name in ("accelerate", "gguf")):
+        return "cannot read GGUF here (pip install gguf accelerate)"
+    from monoblock.interop.gguf.reader import has_rope_factors
+
+    return "ignores the rotary factors of a GGUF file" if has_rope_factors(path) else None
+
+
+def _largest(differences: list[dict[str, float]]) -> float:
+    """Return the largest difference in fp64, which is not rounding."""
+    return max((value for row in differences for name, value in row.items() if name.startswith("fp64")), default=0.0)
+
+
+def _merge(differences: list[dict[str, float]]) -> dict[str, float]:
     return {name: max(row[name] for row in differences) for name in differences[0]}
 
 
@@ -94,32 +144,58 @@ def _family_name(source: SourceModel, output_path: Path | None) -> str:
     return source.model.config.family
 
 
-def _is_reader_installed(*, gguf: bool) -> bool:
-    """Return whether transformers is installed, and accelerate, which it needs for GGUF."""
-    return all(find_spec(name) for name in (*(("accelerate",) if gguf else ()), "transformers"))
-
-
-def logit_differences(source: Path, folder: Path, ignore_fields: Sequence[str] = ()) -> dict[str, float]:
+def logit_differences(
+    source: Path, folder: Path, ignore_fields: Sequence[str] = (), *, read_by_us: bool = False
+) -> dict[str, float]:
     """Return the largest logit differences between our model from `source` and the transformers model from `folder`.
 
     The keys are dtype and mode, such as "fp32_padded".  Our model is read without the `ignore_fields` of its file.
+    With `read_by_us`, the reference is our own model from `folder`.
     """
     from monoblock.nn.transformer import Transformer
 
     differences: dict[str, float] = {}
-    theirs = load_reference(folder)
+    theirs: Any = None if read_by_us else load_reference(folder)
     for name, dtype in (("fp32", torch.float32), ("fp64", torch.float64)):
         ours = load_model(Transformer, source, dtype=dtype, ignore_fields=ignore_fields).eval()
+        if read_by_us:
+            theirs = _Reference(load_model(Transformer, folder, dtype=dtype).eval())
         with torch.no_grad(), silence_transformers(), force_dtype(dtype):
-            if dtype == torch.float64:  # build it again, so that rotary frequencies are computed in fp64 too
-                weights, theirs.config.dtype = theirs.state_dict(), dtype
-                theirs = type(theirs)(theirs.config).eval()
-                computed = set(theirs._keys_to_ignore_on_save or ())  # tables that are computed, not stored
-                stored = {key: weight for key, weight in weights.items() if key not in computed}
-                theirs.load_state_dict(stored, strict=not computed)
+            if name == "fp64" and not read_by_us:
+                theirs = _rebuild(theirs, dtype)
             differences |= {f"{name}_{mode}": value for mode, value in compare_logits(ours, theirs).items()}
         del ours
     return differences
+
+
+def _rebuild(theirs: Any, dtype: torch.dtype) -> Any:
+    """Build a model of theirs again, so that rotary frequencies are computed in `dtype` too."""
+    weights, theirs.config.dtype = theirs.state_dict(), dtype
+    theirs = type(theirs)(theirs.config).eval()
+    computed = set(theirs._keys_to_ignore_on_save or ())  # tables that are computed, not stored
+    stored = {key: weight for key, weight in weights.items() if key not in computed}
+    theirs.load_state_dict(stored, strict=not computed)
+    return theirs
+
+
+class _Reference:
+    """A model of ours, called by the names that transformers has for inputs and outputs."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self.config = model, SimpleNamespace()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        input_features: Tensor | None = None,
+    ) -> Any:
+        source = next(given for given in (input_ids, pixel_values, input_features) if given is not None)
+        return SimpleNamespace(logits=self.model(source, decoder_input_ids, attention_mask=attention_mask))
+
+    __call__ = forward
 
 
 def load_reference(folder: Path) -> Any:
@@ -137,6 +213,8 @@ def load_reference(folder: Path) -> Any:
             fields = read_json(safe_join(folder, CONFIG_FILE))
             cls = getattr(transformers, find_family(fields)[1])
             path, options = _copy_without_code(folder, fields, copy), {"use_safetensors": True}
+            if _has_softcap(fields):
+                options["attn_implementation"] = "eager"  # the fused kernels do not limit scores
         model: Any = cls.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, dtype=torch.float32, **options
         )
@@ -145,10 +223,21 @@ def load_reference(folder: Path) -> Any:
     return model.eval()
 
 
+def _has_softcap(fields: dict[str, Any]) -> bool:
+    from monoblock.interop.huggingface.load import config_from_hf
+
+    try:
+        stacks = config_from_hf(fields).stacks.values()
+    except MonoblockError:  # a field that the user had ignored
+        return False
+    return any(block.attention is not None and block.attention.softcap for stack in stacks for block in stack.layers())
+
+
 def _read_gguf_config(path: Path) -> Any:
     """Read the configuration of a GGUF file with transformers, and correct what it takes from elsewhere.
 
-    It counts the tokens of the tokenizer, which may be missing, and gives every GPT-2 a context of 1024.
+    It counts the tokens of the tokenizer, which may be missing, gives every GPT-2 a context of 1024, and every Qwen 3
+    heads of size 128.
     """
     import transformers
 
@@ -159,6 +248,9 @@ def _read_gguf_config(path: Path) -> Any:
     config.vocab_size = vocab_size(ours)
     if hasattr(config, "n_positions") and ours.context is not None:
         config.n_positions = ours.context
+    attention = next(ours.decoder.layers()).attention if ours.decoder is not None else None
+    if hasattr(config, "head_dim") and attention is not None:
+        config.head_dim = attention.key_size(ours.width)
     return config
 
 
@@ -193,6 +285,9 @@ def force_dtype(dtype: torch.dtype) -> Iterator[None]:
 @contextmanager
 def silence_transformers() -> Iterator[None]:
     """Hide the progress bars and warnings of transformers."""
+    if not find_spec("transformers"):
+        yield
+        return
     import transformers
 
     bars = transformers.utils.logging.is_progress_bar_enabled()

@@ -171,10 +171,8 @@ def read_companions(path: Path | None) -> Companions:
             stacklevel=3,
         )
         return Companions()
-    data = read_json(safe_join(path, CONFIG_FILE))
+    data, fields = read_json(safe_join(path, CONFIG_FILE)), read_published_fields(path)
     ours = data.get("format") == FORMAT_NAME
-    fields = data.get(HUGGINGFACE_KEY) if ours else published_fields(data)
-    fields = fields if isinstance(fields, dict) else {}
     names = [*(file.name for file in path.glob("*.tiktoken")), *TOKENIZER_FILES, *OTHER_FILES]
     names += [RUN_RECIPE_FILE] if ours else []
     files = {name: read_bytes(safe_join(path, name), MAX_FILE_BYTES) for name in names if has_file(path, name)}
@@ -202,8 +200,17 @@ def is_tokenizer_file(name: str) -> bool:
     return name in TOKENIZER_FILES or name.endswith(".tiktoken")
 
 
-def published_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Hugging Face config.json that can be written again."""
+def read_published_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of the Hugging Face config.json that a model was read from, now or by an earlier conversion.
+
+    They are {} for other models, and never have fields that name code, or the type of the weights.
+    """
+    if path.is_file() or not has_file(path, CONFIG_FILE):
+        return {}
+    data = read_json(safe_join(path, CONFIG_FILE))
+    fields = data.get(HUGGINGFACE_KEY) if data.get("format") == FORMAT_NAME else data
+    if not isinstance(fields, dict) or not fields:
+        return {}
     kept = {name: value for name, value in fields.items() if name not in REPLACED_FIELDS and not name.startswith("_")}
     return kept | {"model_type": find_family(fields)[0].model_type}
 

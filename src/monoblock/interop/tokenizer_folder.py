@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from monoblock.config.model import EmbeddingConfig, ModelConfig, RecurrentConfig
 from monoblock.config.schema import to_dict
 from monoblock.errors import FileError, InputError
-from monoblock.interop.companions import FINGERPRINT_KEY
+from monoblock.interop.companions import FINGERPRINT_KEY, HUGGINGFACE_KEY
 from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, read_config
 from monoblock.tokenizers.compatibility import check_published_tokenizer, check_tokenizer_fits
 from monoblock.tokenizers.tokenizer import Tokenizer
@@ -76,10 +77,17 @@ def vocab_size(config: ModelConfig | RecurrentConfig) -> int:
     return min((part.vocab for part in config.inputs.values() if isinstance(part, EmbeddingConfig)), default=0)
 
 
-def format_config(config: ModelConfig | RecurrentConfig, tokenizer: Tokenizer | None) -> str:
-    """Return the text of config.json: the model configuration and the fingerprint of its tokenizer."""
+def format_config(
+    config: ModelConfig | RecurrentConfig, tokenizer: Tokenizer | None, published: Mapping[str, Any] | None = None
+) -> str:
+    """Return the text of config.json: the model configuration and the fingerprint of its tokenizer.
+
+    published: the fields of the Hugging Face config.json of the model that training started from.
+    """
     kind = "recurrent" if isinstance(config, RecurrentConfig) else "model"
     data: dict[str, Any] = {"format": FORMAT_NAME, kind: to_dict(config)}
+    if published:
+        data[HUGGINGFACE_KEY] = dict(published)
     if tokenizer is not None:
         data[FINGERPRINT_KEY] = tokenizer.fingerprint
     return json.dumps(data, indent=2) + "\n"

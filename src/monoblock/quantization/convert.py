@@ -91,6 +91,7 @@ def dequantize(model: Transformer) -> Transformer:
     for path, module in matrices.items():
         state[path if path in parameters else f"{path}.weight"] = module.weight.detach()
     dequantized.load_state_dict(state, assign=True, strict=True)
+    dequantized.loaded_from = model.loaded_from
     return dequantized.train(model.training)
 
 

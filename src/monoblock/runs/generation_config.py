@@ -5,13 +5,15 @@ The file is read from run folders and Hugging Face folders. Fields that are not 
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from monoblock.decoding.settings import Settings, parse_settings
 from monoblock.errors import FileError, InputError
 from monoblock.interop.folder import CONFIG_FILE
+from monoblock.interop.gguf.sampling import read_sampling
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import GenerateSection
 from monoblock.tasks.loaded_model import GenerationDefaults, exceeds
@@ -105,7 +107,7 @@ def read_written_options(folder: Path) -> dict[str, Any]:
 
     Without do_sample, a folder that is no run means greedy decoding, as in Hugging Face.
     """
-    data = _read_json_if_present(folder, GENERATION_CONFIG_FILE)
+    data = read_sampling(folder) if folder.is_file() else _read_json_if_present(folder, GENERATION_CONFIG_FILE)
     config = _read_json_if_present(folder, CONFIG_FILE)
     is_published = "format" not in config
     published = {name: config[name] for name in TOKEN_ID_FIELDS if name in config} if is_published else {}
@@ -113,6 +115,13 @@ def read_written_options(folder: Path) -> dict[str, Any]:
     if values and folder.is_dir() and not has_file(folder, RECIPE_FILE):
         values.setdefault("do_sample", False)
     return values
+
+
+def read_stored_settings(folder: Path) -> dict[str, Any]:
+    """Return the content of a generation_config.json that states how texts are generated; {} if it has only ids."""
+    options = read_written_options(folder)
+    stated = [name for name in options if name in SETTINGS_FIELDS | {"max_length"} and not name.endswith("_token_id")]
+    return {name: value for name, value in options.items() if not name.startswith("_")} if stated else {}
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -136,11 +145,19 @@ def _decoder_start_token_id(value: Any, folder: Path, tokenizer: Tokenizer) -> i
     return value
 
 
-def build_generation_config(section: GenerateSection, task: Task, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def build_generation_config(
+    section: GenerateSection, task: Task, tokenizer: Tokenizer | None, stored: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the content of generation_config.json for a run.
 
-    It has the options for sampling or beam search, as `task.decoding` says, and the ids of special tokens.
+    It has the options for sampling or beam search, as `task.decoding` says, and the ids of special tokens.  If training
+    starts from a model with settings of its own, `stored`, these are kept, but for those that the recipe changes.
     """
+    if stored:
+        default = GenerateSection()
+        changed = {name: value for name, value in asdict(section).items() if value != getattr(default, name)}
+        stated = {name: value for name, value in changed.items() if name in SETTINGS_FIELDS}
+        return {**stored, **stated} | ({"do_sample": section.temperature > 0} if "temperature" in changed else {})
     data: dict[str, Any] = {"max_new_tokens": section.max_new_tokens}
     if task.decoding == "sampling":
         sampling = {"temperature": section.temperature, "top_p": section.top_p, "top_k": section.top_k}

@@ -69,8 +69,7 @@ def prepare_run(
         strategy.check_model(initial.model)
         runtime = _choose_runtime(plan.recipe.train, initial.model, world)
         if world.is_main and not resume:
-            tokens = {} if plan.start is None else plan.start.special_tokens
-            write_initial_files(folder, plan.recipe, plan.task, plan.config, plan.task_data, tokens)
+            write_initial_files(folder, plan.recipe, plan.task, plan.config, plan.task_data, plan.start)
     run = _build_run(plan, initial, folder, parts, stop, tensorboard, strategy, runtime)
     if resume:
         run.stored_recipe = read_stored_recipe(folder, task=plan.task)

@@ -14,6 +14,7 @@ from monoblock.config.inputs import EmbeddingConfig
 from monoblock.config.model import ModelConfig
 from monoblock.config.positions import Sinusoid
 from monoblock.interop.atomic_write import write_atomically
+from monoblock.interop.companions import read_published_fields
 from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config
 from monoblock.nn.recurrent.lstm import Recurrent
@@ -127,8 +128,11 @@ class Run:
         whole = cast(Transformer | Recurrent | None, strategy.whole_model(self.model))
         with world.long_work():
             if whole is not None:
+                published = read_published_fields(folder)
                 save_model(whole, folder)
-                write_atomically(folder / CONFIG_FILE, format_config(whole.config, self.task_data.tokenizer))
+                config = format_config(whole.config, self.task_data.tokenizer, published)
+                write_atomically(folder / CONFIG_FILE, config)
+        self.model.loaded_from = folder.resolve()
         self.metrics = self.validate() if self.task_data.evaluation_batches is not None else {}
         can_generate = not self._scores_generation() or has_room(strategy, self.trainer.runtime.device)
         if not can_generate and world.is_main:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, FileError
@@ -17,6 +15,7 @@ from monoblock.parallel.faults import LOGS_FOLDER
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.generation_config import GENERATION_CONFIG_FILE, build_generation_config
+from monoblock.runs.warm_start import WarmStart
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
 from monoblock.training.run_lock import LOCK_FILE
@@ -48,12 +47,11 @@ def write_initial_files(
     task: Task,
     config: ModelConfig | RecurrentConfig,
     task_data: TaskData,
-    special_tokens: Mapping[str, Any] | None = None,
+    start: WarmStart | None = None,
 ) -> None:
     """Write the recipe, the configuration, the tokenizer, the labels and generation_config.json.
 
-    special_tokens: fields of generation_config.json with token ids of the stored model that training starts from; they
-        override those of the tokenizer.
+    start: the stored model that training starts from; its token ids and settings of generation are kept.
     """
     tokenizer, labels = task_data.tokenizer, task_data.labels
     try:
@@ -61,10 +59,12 @@ def write_initial_files(
     except OSError as problem:
         raise FileError(f"{folder} cannot be created: {problem.strerror}") from None
     write_atomically(folder / RECIPE_FILE, recipe.to_toml())
-    write_atomically(folder / CONFIG_FILE, format_config(config, tokenizer))
+    write_atomically(folder / CONFIG_FILE, format_config(config, tokenizer, start.published if start else None))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    defaults = build_generation_config(recipe.generate, task, tokenizer) | dict(special_tokens or {})
+    stored = start.generation if start is not None and task.decoding != "none" else {}
+    tokens = start.special_tokens if start is not None else {}
+    defaults = build_generation_config(recipe.generate, task, tokenizer, stored) | dict(tokens)
     write_atomically(folder / GENERATION_CONFIG_FILE, json.dumps(defaults, indent=2) + "\n")
     if labels:
         write_atomically(folder / LABELS_FILE, json.dumps(labels, indent=2, ensure_ascii=False) + "\n")

@@ -17,6 +17,7 @@ from torch import nn
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, did_you_mean
+from monoblock.interop.companions import read_published_fields
 from monoblock.interop.digest import compute_digest
 from monoblock.interop.folder import load_model
 from monoblock.interop.labels import read_labels
@@ -24,7 +25,7 @@ from monoblock.interop.tokenizer_folder import load_tokenizer
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.stored_config import FRESH_HEAD, read_stored_config, resolve_model_folder
-from monoblock.runs.generation_config import DECODER_START_KEY, read_generation_defaults
+from monoblock.runs.generation_config import DECODER_START_KEY, read_generation_defaults, read_stored_settings
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 POOLER_PREFIX = "head.pooler."  # several kinds of head have a pooler, so it is copied even if the head is new
@@ -39,6 +40,8 @@ class WarmStart:
     tokenizer: Tokenizer | None
     labels: tuple[str, ...]  # the class names of its head; () if they are not stored
     special_tokens: Mapping[str, Any]  # ids of the end, padding and start tokens, as fields of generation_config.json
+    published: Mapping[str, Any]  # the fields of the Hugging Face config.json that it was read from, or {}
+    generation: Mapping[str, Any]  # its settings of generation, as fields of generation_config.json; {} if it has none
 
     @property
     def config(self) -> ModelConfig | RecurrentConfig:
@@ -86,7 +89,8 @@ def load_warm_start(model: Mapping[str, Any]) -> WarmStart | None:
     vision = isinstance(stored.config, ModelConfig) and stored.config.family == "vision"
     tokenizer = None if vision else load_tokenizer(folder, stored.config)
     special_tokens = {} if tokenizer is None else _read_special_tokens(folder, tokenizer, stored.config)
-    return WarmStart(folder, stored, tokenizer, tuple(read_labels(folder)), special_tokens)
+    published, generation = read_published_fields(folder), read_stored_settings(folder)
+    return WarmStart(folder, stored, tokenizer, tuple(read_labels(folder)), special_tokens, published, generation)
 
 
 def _read_special_tokens(folder: Path, tokenizer: Tokenizer, config: ModelConfig | RecurrentConfig) -> dict[str, Any]:

@@ -129,6 +129,11 @@ def read_gguf_config(path: str | Path) -> ModelConfig:
     return _open_model(path)[2]
 
 
+def has_rope_factors(path: str | Path) -> bool:
+    """Return whether a GGUF file divides the frequencies of rotary positions by numbers of its own (Llama 3)."""
+    return "rope_freqs.weight" in read_gguf_header(path).tensors
+
+
 def load_gguf(
     cls: type[Transformer],
     path: str | Path,

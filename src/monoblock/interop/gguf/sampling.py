@@ -42,11 +42,7 @@ def read_sampling(path: Path) -> dict[str, Any]:
     values = {name: value for name, value in values.items() if isinstance(value, int | float)}
     if "temperature" not in values:
         return values
-    return (
-        values | {"do_sample": values["temperature"] > 0}
-        if values["temperature"]
-        else {
-            **{name: value for name, value in values.items() if name != "temperature"},
-            "do_sample": False,
-        }
-    )
+    if values["temperature"] == 0.0:
+        del values["temperature"]
+        return values | {"do_sample": False}
+    return values | {"do_sample": True}

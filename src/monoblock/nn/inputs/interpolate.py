@@ -41,4 +41,5 @@ def interpolate(model: Transformer, image: int) -> Transformer:
     with torch.device("meta"):  # skips the random initialization
         copy = Transformer(replace(model.config, input=replace(config, image=image, positions=positions)))
     copy.load_state_dict(weights, assign=True)
+    copy.loaded_from = model.loaded_from
     return copy.train(model.training)

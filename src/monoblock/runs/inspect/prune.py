@@ -87,6 +87,7 @@ def prune_model(
 
     options: dict[str, Any] = {"rounds": rounds, "layers": layers, "method": method, "progress": progress}
     smaller, removed, ranking, num_rounds = prune_in_rounds(model, batches, batch_loss, count, **options)
+    smaller.loaded_from = model.loaded_from
     models = {"before": model, "after": smaller}
     return PruningResult(
         smaller,
