@@ -101,8 +101,6 @@ class Companions:
         """Load the tokenizer, if there is one; with the family of the model, as other programs need it."""
         if self.path is None or not has_tokenizer(self.path):
             return None
-        from monoblock.interop.tokenizer_folder import with_prompt_template
-
         tokenizer = Tokenizer.from_pretrained(self.path)
         return with_prompt_template(tokenizer, family) if self.is_run and family is not None else tokenizer
 
@@ -222,6 +220,24 @@ def _stored_dtype(folder: Path) -> torch.dtype | None:
         if dtype.is_floating_point:
             sizes[dtype] += torch.Size(stored.shapes[name]).numel()
     return sizes.most_common(1)[0][0] if sizes else None
+
+
+def with_prompt_template(tokenizer: Tokenizer, family: str) -> Tokenizer:
+    """Return the tokenizer of a run for other programs, which add the special tokens of its template to every text.
+
+    Our runs encode a prompt without special tokens and a source with the end token; the template is for whole texts.
+    """
+    content: Any = tokenizer.content()
+    data, config = content
+    processor = data.get("post_processor")
+    if family not in ("decoder-only", "encoder-decoder") or not processor or processor["type"] != "TemplateProcessing":
+        return tokenizer
+    eos = config.get("eos_token") if family == "encoder-decoder" else None
+    kept = {token: value for token, value in processor["special_tokens"].items() if token == eos}
+    end = [{"SpecialToken": {"id": token, "type_id": 0}} for token in kept]
+    first, second = ([{"Sequence": {"id": name, "type_id": 0}}, *end] for name in "AB")
+    template = {**processor, "single": first, "pair": [*first, *second], "special_tokens": kept}
+    return Tokenizer.from_content({**data, "post_processor": template if kept else None}, config, "the tokenizer")
 
 
 # -- dtype -------------------------------------------------------------------------------------------------------------

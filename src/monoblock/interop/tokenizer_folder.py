@@ -52,24 +52,6 @@ def _stored_fingerprint(data: dict[str, Any]) -> str | None:
     return fingerprint if isinstance(fingerprint, str) else None
 
 
-def with_prompt_template(tokenizer: Tokenizer, family: str) -> Tokenizer:
-    """Return the tokenizer of a run for other programs, which add the special tokens of its template to every text.
-
-    Our runs encode a prompt without special tokens and a source with the end token; the template is for whole texts.
-    """
-    content: Any = tokenizer.content()
-    data, config = content
-    processor = data.get("post_processor")
-    if family not in ("decoder-only", "encoder-decoder") or not processor or processor["type"] != "TemplateProcessing":
-        return tokenizer
-    eos = config.get("eos_token") if family == "encoder-decoder" else None
-    kept = {token: value for token, value in processor["special_tokens"].items() if token == eos}
-    end = [{"SpecialToken": {"id": token, "type_id": 0}} for token in kept]
-    first, second = ([{"Sequence": {"id": name, "type_id": 0}}, *end] for name in "AB")
-    template = {**processor, "single": first, "pair": [*first, *second], "special_tokens": kept}
-    return Tokenizer.from_content({**data, "post_processor": template if kept else None}, config, "the tokenizer")
-
-
 def vocab_size(config: ModelConfig | RecurrentConfig) -> int:
     """Return the size of a model's vocabulary; if source and target have different ones, return the smaller size."""
     if isinstance(config, RecurrentConfig):

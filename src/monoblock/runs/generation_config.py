@@ -13,6 +13,7 @@ from typing import Any
 from monoblock.decoding.settings import Settings, parse_settings
 from monoblock.errors import FileError, InputError
 from monoblock.interop.folder import CONFIG_FILE
+from monoblock.interop.generation_fields import UNREPORTED_FIELDS, is_neutral
 from monoblock.interop.gguf.sampling import read_sampling
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import GenerateSection
@@ -26,51 +27,6 @@ DECODER_START_KEY = "decoder_start_token_id"
 SETTINGS_FIELDS = {field.name for field in fields(Settings)} - {"seed", "logits_processor"}
 # Fields that older Hugging Face folders keep in config.json.
 TOKEN_ID_FIELDS = ("eos_token_id", "pad_token_id", "forced_bos_token_id", "forced_eos_token_id", DECODER_START_KEY)
-# Fields that are not reported as ignored: do_sample is read, and the others do not change the text, only how it is
-# computed or what is returned beside it.
-UNREPORTED_FIELDS = {
-    "assistant_confidence_threshold",
-    "assistant_early_exit",
-    "assistant_lookbehind",
-    "bos_token_id",
-    "cache_config",
-    "cache_implementation",
-    "compile_config",
-    "continuous_batching_config",
-    "disable_compile",
-    "do_sample",
-    "_from_model_config",
-    "is_assistant",
-    "low_memory",
-    "max_cache_len",
-    "max_length",  # read for encoder-decoders; the prompt of another model is not part of max_new_tokens
-    "max_matching_ngram_size",
-    "max_time",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "output_attentions",
-    "output_hidden_states",
-    "output_logits",
-    "output_scores",
-    "prefill_chunk_size",
-    "prompt_lookup_num_tokens",
-    "remove_invalid_values",
-    "return_dict_in_generate",
-    "return_legacy_cache",
-    "target_lookbehind",
-    "transformers_version",
-    "use_cache",
-}
-# Values with which further fields change nothing, besides null and false.
-NEUTRAL_VALUES = {
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "guidance_scale": 1.0,
-    "min_length": 0,
-    "penalty_alpha": 0.0,
-}
 
 
 def read_generation_defaults(folder: str | Path, tokenizer: Tokenizer) -> GenerationDefaults:
@@ -93,7 +49,7 @@ def read_generation_defaults(folder: str | Path, tokenizer: Tokenizer) -> Genera
     if config.get("is_encoder_decoder") and _is_count(values.get("max_length")) and "max_new_tokens" not in options:
         options["max_new_tokens"] = values["max_length"] - 1  # it counts the start token of the target
     known = SETTINGS_FIELDS | UNREPORTED_FIELDS | {DECODER_START_KEY}
-    ignored = tuple(sorted(name for name, value in data.items() if name not in known and not _is_neutral(name, value)))
+    ignored = tuple(sorted(name for name, value in data.items() if name not in known and not is_neutral(name, value)))
     try:
         parse_settings({"num_beams": 1, **options})
     except (InputError, TypeError) as problem:
@@ -122,11 +78,6 @@ def read_stored_settings(folder: Path) -> dict[str, Any]:
     options = read_written_options(folder)
     stated = [name for name in options if name in SETTINGS_FIELDS | {"max_length"} and not name.endswith("_token_id")]
     return {name: value for name, value in options.items() if not name.startswith("_")} if stated else {}
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether a field with this value would not change what is generated."""
-    return value is None or value is False or (name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name])
 
 
 def _is_count(value: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from monoblock.interop.generation_fields import UNREPORTED_FIELDS, is_neutral
 from monoblock.tokenizers.formats.gguf_header import read_gguf_header
 
 PREFIX = "general.sampling"
@@ -17,20 +18,20 @@ FIELDS: dict[str, tuple[str, type]] = {
     "min_p": ("min_p", float),
     "repetition_penalty": ("penalty_repeat", float),
 }
-# Fields that GGUF stores with the tokenizer, or that change no text.
-ELSEWHERE = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "transformers_version", "use_cache"}
+WITH_THE_TOKENIZER = {"eos_token_id", "pad_token_id"}
 
 
 def sampling_fields(generation: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the GGUF fields for a generation_config.json, and the names of its fields that GGUF has no room for."""
-    given = {name: value for name, value in generation.items() if value is not None and not name.startswith("_")}
+    given = {name: value for name, value in generation.items() if value is not None}
     known = {name: value for name, value in given.items() if name in FIELDS and isinstance(value, int | float)}
     if given.get("do_sample") is False or ("do_sample" not in given and known):
         known["temperature"] = 0.0  # greedy
     elif given.get("do_sample"):
         known.setdefault("temperature", 1.0)
     fields = {f"{PREFIX}.{FIELDS[name][0]}": FIELDS[name][1](value) for name, value in known.items()}
-    lost = [name for name in given if name not in known and name not in ELSEWHERE]
+    elsewhere = {*known, *WITH_THE_TOKENIZER, *UNREPORTED_FIELDS}
+    lost = [name for name, value in given.items() if name not in elsewhere and not is_neutral(name, value)]
     ends = given.get("eos_token_id")
     return fields, lost + (["eos_token_id (only one)"] if isinstance(ends, list) and len(ends) > 1 else [])
 
