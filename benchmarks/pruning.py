@@ -18,7 +18,6 @@ import torch
 from _report import print_report
 
 import monoblock as mb
-from monoblock.cli._shared.model_folder import load_tokenizer, save_model_folder
 from monoblock.runs.inspect.prune import prune_model
 
 SMOKE = {"train.steps": 2, "train.eval_batches": 1, "train.save_every": 1}
@@ -38,7 +37,7 @@ def measure(arguments: argparse.Namespace, keep: float, method: str, folder: Pat
         device=arguments.device,
         data_folder=arguments.data,
     )
-    save_model_folder(result.model.cpu(), load_tokenizer(arguments.model), arguments.model, folder)
+    result.model.cpu().save_pretrained(folder)
     heads = f"{result.num_heads['after']} of {result.num_heads['before']}"
     cells = [f"{keep:.0%}", method, str(result.num_rounds), heads, f"{result.parameters['after']:,}"]
     return [*cells, f"{result.max_logit_difference:.1e}", *evaluate(arguments, folder)]
