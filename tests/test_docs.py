@@ -65,6 +65,25 @@ def test_every_erratum_names_a_test_that_exists():
         assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{test}"
 
 
+def table_rows(page):
+    """Return the cells of every row of the tables of a page, without its bold type."""
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").replace("**", "").splitlines()
+    return [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in lines if line.startswith("| ")]
+
+
+def test_the_errata_and_the_experiments_agree_on_every_claim():
+    claims = [row for row in table_rows("experiments.md") if len(row) == 5]
+    measured = [row for row in table_rows("errata.md") if row[3:] and re.fullmatch(r"`[\w-]+`", row[3])]
+    assert len(claims) > 40
+    refuted = [row[:4] for row in claims if row[2] in ("contradicted", "partly confirmed")]
+    assert measured == refuted
+    stated = " ".join(row[1] for row in table_rows("errata.md") if row not in measured)
+    # What the errata call wrong is not called confirmed.
+    for words in ("tying saves about", "sinusoids generalise to longer sequences"):
+        assert words in stated
+        assert [row[2] for row in claims if words in row[1]] not in ([], ["confirmed"])
+
+
 def test_the_code_of_the_readme_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
     assert blocks

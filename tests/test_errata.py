@@ -226,25 +226,245 @@ def test_the_first_llama_has_a_gated_feed_forward_layer_with_silu():
     assert {(block.feedforward.gated, block.feedforward.activation) for block in layers} == {(True, "silu")}
 
 
-def test_rotary_positions_fail_beyond_the_length_that_was_trained():
-    """Copy the token five places back: perfect up to the 16 positions of training, worse than chance at 32 and 128."""
-    torch.manual_seed(0)
-    config = mb.llama(vocab=12, width=32, depth=1, heads=2, hidden=64, context=128)
+def copy_losses(positions, offset, seed):
+    """Train a one-layer decoder to copy the token `offset` places back in texts of 16 tokens.
+
+    Return its loss on the last four of 16, 32, 64 and 128 tokens.
+    """
+    torch.manual_seed(seed)
+    config = mb.llama(vocab=12, width=32, depth=1, heads=2, hidden=64, context=128, positions=positions)
     model = mb.Transformer(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(200):
         ids = torch.randint(12, (32, 16))
-        loss = F.cross_entropy(model(ids)[:, 5:].flatten(0, 1), ids[:, :-5].flatten())
+        loss = F.cross_entropy(model(ids)[:, offset:].flatten(0, 1), ids[:, :-offset].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    ids = torch.randint(12, (64, 128))
-    logits = model.eval()(ids)
-    losses = {position: F.cross_entropy(logits[:, position], ids[:, position - 5]) for position in (10, 15, 31, 127)}
-    assert losses[10] < 0.1
-    assert losses[15] < 0.1
-    assert losses[31] > math.log(12)
-    assert losses[127] > math.log(12)
+    ids = torch.randint(12, (256, 128))
+    logits = model.eval()(ids).detach()
+    return {
+        length: float(
+            F.cross_entropy(
+                logits[:, length - 4 : length].flatten(0, 1),
+                ids[:, length - 4 - offset : length - offset].flatten(),
+            )
+        )
+        for length in (16, 32, 64, 128)
+    }
+
+
+def test_rotary_positions_fail_at_four_times_the_length_that_was_trained():
+    losses = copy_losses("rotary", offset=5, seed=1)
+    assert losses[16] < 0.1
+    assert min(losses[64], losses[128]) > math.log(12)  # worse than chance
+
+
+def test_sinusoids_fail_at_twice_the_length_that_was_trained():
+    losses = copy_losses("sinusoid", offset=5, seed=1)
+    assert losses[16] < 0.1
+    assert losses[32] > math.log(12)
+
+
+@pytest.mark.slow
+def test_over_seeds_and_offsets_sinusoids_fail_at_twice_the_length_and_rotary_positions_at_four_times_it():
+    runs = {
+        positions: [copy_losses(positions, offset, seed) for offset in (2, 5, 8) for seed in range(4)]
+        for positions in ("rotary", "sinusoid")
+    }
+    assert all(losses[16] < 0.1 for both in runs.values() for losses in both)
+    assert min(losses[32] for losses in runs["sinusoid"]) > math.log(12)
+    twice = [losses[32] for losses in runs["rotary"]]
+    assert min(twice) < 0.1  # sometimes still right at twice the length
+    assert max(twice) > math.log(12)
+    for length in (64, 128):
+        losses = [run[length] for run in runs["rotary"]]
+        assert min(losses) > 1.0
+        assert sum(loss > 0.95 * math.log(12) for loss in losses) >= 10  # no better than chance in 10 of 12
+
+
+def test_an_encoder_layer_of_pytorch_is_the_pre_norm_block_only_if_told_so():
+    torch.manual_seed(0)
+    options = {"d_model": 512, "nhead": 8, "dim_feedforward": 2048, "dropout": 0.0, "batch_first": True}
+    default = nn.TransformerEncoderLayer(**options).eval()
+    assert not default.norm_first
+    assert default.activation is F.relu
+    told = nn.TransformerEncoderLayer(**options, norm_first=True, activation="gelu").eval()
+    told.load_state_dict(default.state_dict())
+    # The block of the document: x + attention(norm(x)), then x + mlp(norm(x)) with GELU.
+    x = torch.randn(2, 11, 512)
+    h = told.norm1(x)
+    block = x + told.self_attn(h, h, h, need_weights=False)[0]
+    block = block + told.linear2(F.gelu(told.linear1(told.norm2(block))))
+    assert (told(x) - block).abs().max() < 1e-4
+    assert (default(x) - block).abs().max() > 0.3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_decodes_greedily_at_a_temperature_unless_told_to_sample():
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=61, n_positions=32, n_embd=12, n_layer=1, n_head=3)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    ids, options = torch.tensor([[3, 5, 7]]), {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None}
+    greedy = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, temperature=0.8, **options), greedy)
+    assert not torch.equal(model.generate(ids, temperature=0.8, do_sample=True, **options), greedy)
+
+
+def test_few_models_scale_their_embedding_by_the_root_of_the_width():
+    scaled = {
+        name
+        for name, preset in mb.PRESETS.items()
+        if isinstance(preset.config.input, mb.EmbeddingConfig) and preset.config.input.scale == "sqrt_width"
+    }
+    assert scaled >= {"vaswani-base", "gemma2-2b"}
+    assert not scaled & {"gpt2", "bert-base", "llama-7b", "t5-base", "bart-base"}
+    assert len(scaled) < len(mb.PRESETS) / 4
+
+
+def test_a_causal_mask_hides_padding_on_the_right_and_only_the_source_needs_a_mask():
+    torch.manual_seed(0)
+    model = mb.Transformer(mb.vaswani(vocab=61, width=24, depth=2, heads=3)).double().eval()
+    source, target = torch.randint(1, 61, (1, 7)), torch.randint(1, 61, (1, 5))
+    alone = model(source, target)
+    padded_target, padded_source = F.pad(target, (0, 3)), F.pad(source, (0, 3))
+    torch.testing.assert_close(model(source, padded_target)[:, :5], alone)  # no mask of the target is given
+    assert (model(padded_source, target) - alone).abs().max() > 1e-3
+    mask = F.pad(torch.ones(1, 7), (0, 3)).bool()
+    torch.testing.assert_close(model(padded_source, target, source_mask=mask), alone)
+
+
+@pytest.mark.parametrize(("norm", "vanishes"), [("layer", False), ("none", True)])
+def test_gradients_vanish_without_residuals_only_if_there_are_no_norms_either(norm, vanishes):
+    torch.manual_seed(3)
+    config = mb.gpt(vocab=61, width=64, depth=6, heads=4, context=32, init="xavier", residual="none", norm=norm)
+    model, ids = mb.Transformer(config), torch.randint(61, (4, 32))
+    F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    norms = [
+        math.sqrt(sum(float(weight.grad.square().sum()) for weight in block.parameters()))
+        for block in model.decoder.blocks
+    ]
+    assert (norms[0] < 0.1 * norms[-1]) is vanishes
+
+
+def test_scores_overflow_in_fp16_but_a_softmax_does_not():
+    scores = torch.tensor([6e4, 5e4, -6e4], dtype=torch.float16)
+    assert torch.equal(scores.softmax(-1), torch.tensor([1.0, 0.0, 0.0], dtype=torch.float16))
+    q = torch.full((1, 64), 40.0, dtype=torch.float16)
+    assert (q @ q.mT).isinf().all()  # 64 · 40² = 102,400 > 65,504
+    assert torch.cat((q @ q.mT, q @ q.mT), 1).softmax(-1).isnan().all()
+
+
+def test_adamw_has_another_second_beta_by_default():
+    assert inspect.signature(torch.optim.AdamW).parameters["betas"].default == (0.9, 0.999)
+
+
+def test_modern_decoders_place_their_norms_in_three_ways():
+    places = {name: {block.norm_place for block in preset.config.decoder.layers()} for name, preset in DECODERS.items()}
+    assert places["gpt2"] == places["llama-7b"] == {"pre"}
+    assert places["gemma2-2b"] == places["gemma3-1b"] == {"sandwich"}
+    assert places["olmo2-7b"] == {"output"}
+
+
+DECODERS = {name: preset for name, preset in mb.PRESETS.items() if preset.config.family == "decoder-only"}
+
+
+def feedforward_share(name):
+    account = mb.account(name)
+    own = sum(count for part, count in account.components.items() if part.endswith("feedforward"))
+    return own / account.parameters
+
+
+def test_the_feed_forward_layers_are_the_majority_of_large_models_only():
+    assert round(100 * feedforward_share("vaswani-base"), 1) == 39.9  # the model that the chapter describes
+    assert round(100 * feedforward_share("gpt2"), 1) == 45.5
+    assert feedforward_share("gpt3-175b") > 0.66
+
+
+def test_no_one_vocabulary_gives_both_65_and_213_million_parameters():
+    base, big = mb.account("vaswani-base"), mb.account("vaswani-big")
+    assert (base.parameters, big.parameters) == (63_082_496, 214_245_376)
+    sizes = {}
+    for account, published in ((base, 65e6), (big, 213e6)):
+        width = account.config.width
+        sizes[width] = (published - account.parameters) / width + account.config.input.vocab
+    assert {width: round(size, -2) for width, size in sizes.items()} == {512: 40_700, 1024: 35_800}
+
+
+def test_80_layers_are_those_of_llama_2_70b():
+    assert (mb.preset("llama-7b").depth, mb.preset("llama2-70b").depth) == (32, 80)
+
+
+def test_mqa_saves_as_many_times_as_there_are_heads():
+    def saving(name, kv_heads):
+        every_head = mb.vary(mb.preset(name), kv_heads=None)
+        fewer = mb.vary(mb.preset(name), kv_heads=kv_heads)
+        sizes = {"length": 1024, "dtype": "fp16"}
+        return mb.account(every_head).kv_cache_bytes(**sizes) / mb.account(fewer).kv_cache_bytes(**sizes)
+
+    assert saving("llama2-70b", 8) == 8  # grouped
+    assert saving("llama2-70b", 1) == 64
+    assert saving("gpt2", 1) == 12
+
+
+def test_twice_the_width_is_about_three_times_the_parameters_of_the_course():
+    narrow, wide = (mb.gpt(vocab=50_000, width=width, depth=12, heads=8, context=2048) for width in (512, 1024))
+    assert round(mb.account(wide).parameters / mb.account(narrow).parameters, 1) == 3.2
+    blocks = [mb.account(config).components["decoder.feedforward"] for config in (narrow, wide)]
+    assert 3.99 < blocks[1] / blocks[0] < 4
+
+
+def test_the_positional_encoding_as_listed_is_inexact_in_single_precision():
+    position = torch.arange(5000).unsqueeze(1).float()
+    term = torch.exp(torch.arange(0, 512, 2).float() * (-math.log(10000.0) / 512))
+    listed = torch.stack(((position * term).sin(), (position * term).cos()), -1).flatten(1)
+    angles = torch.arange(5000).double()[:, None] / 10_000 ** (torch.arange(0, 512, 2).double() / 512)
+    exact = torch.stack((angles.sin(), angles.cos()), -1).flatten(1)
+    error = (listed - exact).abs().amax(1)
+    assert int((error > 1e-5).nonzero()[0]) == 156
+    assert 3e-4 < float(error.max()) < 5e-4
+    assert (sinusoid(torch.arange(5000), 512, Sinusoid()) - exact).abs().max() < 1e-7
+
+
+def test_the_softmax_of_the_output_runs_over_the_vocabulary():
+    torch.manual_seed(0)
+    probabilities = torch.randn(2, 5, 7).softmax(-1)  # (B, T, V)
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(2, 5))
+    assert (probabilities.sum(1) - 1).abs().max() > 0.1
+
+
+def test_attention_weights_are_normalized_over_the_annotations_of_one_step():
+    torch.manual_seed(0)
+    scores = torch.randn(5, 3).double()  # of annotation i at step j
+    weights = scores.exp() / scores.exp().sum(0, keepdim=True)  # sum over k of exp(α_kj)
+    torch.testing.assert_close(weights.sum(0), torch.ones(3).double())
+    as_printed = scores.exp() / (5 * scores.exp()[1])  # the sum over i of exp(α_kj), in which i does not occur
+    assert (as_printed.sum(0) - 1).abs().max() > 0.1
+
+
+def test_the_heads_are_mixed_by_an_output_projection():
+    torch.manual_seed(0)
+    model = mb.Transformer(mb.gpt(vocab=61, width=24, depth=1, heads=3, context=17)).eval()
+    seen = mb.trace(model, torch.randint(61, (1, 7)), names="decoder.0.attention.*")
+    concatenated = seen["decoder.0.attention.heads"].transpose(1, 2).flatten(2)
+    projection = model.decoder.blocks[0].attention.output
+    torch.testing.assert_close(seen["decoder.0.attention.output"], projection(concatenated))
+    assert (seen["decoder.0.attention.output"] - concatenated).abs().max() > 1e-3
+
+
+def test_the_tables_of_the_greedy_example_do_not_all_sum_to_one():
+    tables = ([0.5, 0.4, 0.0, 0.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.1, 0.1, 0.2], [0.1, 0.4, 0.2, 0.1, 0.0, 0.0])
+    assert [round(sum(table), 10) for table in tables] == [0.9, 1.0, 0.8]
+
+
+def test_feed_forward_layers_are_equivariant_too():
+    torch.manual_seed(2)
+    x, order = torch.randn(1, 5, 4), torch.tensor([3, 1, 4, 0, 2])
+    network = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
+    torch.testing.assert_close(network(x[:, order]), network(x)[:, order])
+    assert (network(x[:, order]) - network(x)).abs().max() > 1e-2
 
 
 def reversal_accuracy(length, *, attention):
