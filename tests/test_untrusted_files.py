@@ -157,22 +157,36 @@ def test_labels_that_are_no_list_are_refused(content, tmp_path):
     assert_refused("labels.json", read_labels, tmp_path)
 
 
+SCALER = torch.amp.GradScaler("cpu").state_dict()
 METADATA = {
     "tokens": 1,
     "parts": 1,
     "guard": dict.fromkeys(("mean", "good", "bad_in_a_row", "good_in_a_row", "gone_back"), 1),
     "best": {"step": 1, "loss": 0.5},
     "sound": None,
+    "identity": {},
+    "circumstances": {},
+    "scaler": {},
 }
+HUGE = 10**400  # beyond any float
 
 
 @pytest.mark.parametrize(
-    "change", [{"tokens": "x"}, {"parts": 0}, {"guard": []}, {"best": {"step": "x"}}, {"best": None}, {"sound": 1.5}]
+    "change",
+    [
+        *({"tokens": value} for value in ("x", HUGE, True, 2**63)),
+        *({"guard": value} for value in ([], {}, METADATA["guard"] | {"mean": HUGE}, METADATA["guard"] | {"mean": -1})),
+        *({"best": value} for value in (None, {"step": 1}, {"step": "x", "loss": 1}, {"step": 1, "loss": HUGE})),
+        *({"scaler": value} for value in (None, {"scale": 1.0}, SCALER | {"scale": "x"}, SCALER | {"scale": HUGE})),
+        *({"sound": 1.5}, {"parts": 0}, {"identity": []}, {"circumstances": None}),
+    ],
 )
 def test_an_edited_state_of_a_checkpoint_is_refused(change, tmp_path):
     checkpoint.save(tmp_path, checkpoint.Checkpoint(5, {"model": {"w": torch.zeros(2)}}, METADATA | change))
-    assert resume_state.check_metadata(METADATA) == METADATA
-    assert_refused("of the checkpoint", resume_state.check_metadata, checkpoint.load_metadata(tmp_path / "step-5"))
+    resume_state.check_metadata(METADATA, SCALER)
+    assert_refused(
+        "of the checkpoint", resume_state.check_metadata, checkpoint.load_metadata(tmp_path / "step-5"), SCALER
+    )
 
 
 @pytest.mark.parametrize("name", ["state.json", "manifest.json", "model.safetensors"])

@@ -1,5 +1,7 @@
 """Read files from untrusted sources: with a size limit, as strict JSON or TOML, and only from inside their folder.
 
+Files in a folder that may come from others, such as that of a run, are opened for writing by `open_to_write` only.
+
 `parse_json` and `parse_toml` refuse what parsers interpret differently (duplicate keys, NaN and infinity) and what
 could exhaust memory (deep nesting, long numbers, and more values than a configuration can have). Every function that
 reads a file for a user does it in `with reading(path)`, so that no damage of the file can raise another exception than
@@ -16,13 +18,14 @@ import stat
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from monoblock.errors import FileError, MonoblockError
 
 MB = 2**20
+NO_LINK_NO_WAIT = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))  # not on Windows
 MAX_BYTES = 16 * MB
 MAX_JSON_DEPTH = 32
 MAX_JSON_VALUES = 1_000_000
@@ -123,6 +126,27 @@ def open_regular(path: str | Path) -> BinaryIO:
         if isinstance(problem, FileError):
             raise
         raise FileError(f"{path} cannot be read: {getattr(problem, 'strerror', None) or problem}") from None
+
+
+def open_to_write(path: str | Path, mode: Literal["new", "append", "update"] = "new") -> BinaryIO:
+    """Open a regular file to write bytes; no link is followed, and nothing waits for the reader of a pipe.
+
+    mode: "new" removes what has this name, be it a file or a link, and creates a file; "append" and "update" (to read
+        and write) open the file, or create one, and raise FileError for a link, a pipe or a device.
+    """
+    flags = {"new": os.O_WRONLY | os.O_EXCL, "append": os.O_RDWR | os.O_APPEND, "update": os.O_RDWR}[mode]
+    if mode == "new":
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    elif os.path.islink(path):
+        raise FileError(f"{path} is a link; put the file itself there")
+    descriptor = os.open(path, flags | os.O_CREAT | NO_LINK_NO_WAIT, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileError(f"{path} is not a regular file; delete it")
+    file: Any = os.fdopen(descriptor, {"new": "wb", "append": "ab", "update": "r+b"}[mode])
+    opened: BinaryIO = file
+    return opened
 
 
 def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:

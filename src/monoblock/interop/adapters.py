@@ -31,13 +31,14 @@ from monoblock.interop.adapter_head import (
     load_head_weights,
 )
 from monoblock.interop.adapter_names import AdapterNames, build_adapter_names, module_names
+from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.labels import write_labels
 from monoblock.interop.rename import CONV1D, CONV1D_QKV, TensorMapping
 from monoblock.interop.safetensors_reader import SafetensorsWeights
 from monoblock.interop.weights_writer import commit_file
 from monoblock.nn.lora import LoraLinear, linear_shape, lora_layers, replace_module
 from monoblock.nn.transformer import Transformer
-from monoblock.untrusted_files import has_file, read_json, reading, safe_join, short_repr
+from monoblock.untrusted_files import has_file, open_to_write, read_json, reading, safe_join, short_repr
 
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 DIGEST_KEY = "monoblock_base"  # key in the metadata of the weights file, which peft ignores
@@ -101,10 +102,10 @@ def _write_adapter(
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        open_to_write(folder / f"{ADAPTER_WEIGHTS_FILE}.tmp").close()  # save_file itself would follow a link
         save_file(stored, folder / f"{ADAPTER_WEIGHTS_FILE}.tmp", metadata={"format": "pt"} | metadata)
-        (folder / f"{ADAPTER_CONFIG_FILE}.tmp").write_text(text, encoding="utf-8")
         commit_file(folder / ADAPTER_WEIGHTS_FILE)
-        commit_file(folder / ADAPTER_CONFIG_FILE)
+        write_atomically(folder / ADAPTER_CONFIG_FILE, text)
     except OSError as error:
         raise FileError(f"the adapter cannot be written to {folder}: {error.strerror or error}") from None
 

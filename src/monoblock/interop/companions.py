@@ -21,11 +21,11 @@ from torch import Tensor
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import FileError
+from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
 from monoblock.interop.huggingface.load import find_family
 from monoblock.interop.labels import LABELS_FILE, read_labels
 from monoblock.interop.safetensors_reader import INDEX_FILE, RUN_RECIPE_FILE, WEIGHTS_FILE, open_weights
-from monoblock.interop.weights_writer import commit_file
 from monoblock.tokenizers.formats.gguf_tokenizer import has_gguf_tokenizer
 from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary
 from monoblock.tokenizers.tokenizer import Tokenizer
@@ -151,8 +151,7 @@ class Companions:
             files[LABELS_FILE] = (json.dumps(list(labels), indent=2, ensure_ascii=False) + "\n").encode()
         for name, raw in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            (folder / f"{name}.tmp").write_bytes(raw)
-            commit_file(folder / name)
+            write_atomically(folder / name, raw)
 
 
 def read_companions(path: Path | None) -> Companions:

@@ -17,13 +17,14 @@ import torch
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.schema import from_dict, to_dict
 from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.companions import Companions, cast, choose_dtype, read_companions, stored_size
 from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
 from monoblock.interop.hub import resolve_model_path
 from monoblock.interop.safetensors_reader import build_on_meta, open_weights
 from monoblock.interop.weight_parts import WeightParts, split_weights
 from monoblock.interop.weights_reader import WeightReader
-from monoblock.interop.weights_writer import MAX_SHARD_SIZE, commit_file, save_weights
+from monoblock.interop.weights_writer import MAX_SHARD_SIZE, save_weights
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.quantization.convert import build_quantized, merge_adapters, stored_dtypes
 from monoblock.untrusted_files import has_file, read_json, reading, safe_join
@@ -73,8 +74,7 @@ def save_model(
         sizes = {name: stored_size(tensor, stored) for name, tensor in state.items()}
         save_weights(folder, factories, sizes, max_shard_size)
         companions.write(folder, model.config, published=False)
-        (folder / f"{CONFIG_FILE}.tmp").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        commit_file(folder / CONFIG_FILE)
+        write_atomically(folder / CONFIG_FILE, json.dumps(data, indent=2) + "\n")
     except OSError as error:
         raise FileError(f"the model cannot be written to {folder}: {error.strerror or error}") from None
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from monoblock.errors import FileError
+from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.config_file import CONFIG_FILE
 from monoblock.untrusted_files import has_file, parse_json, read_bytes, read_json, safe_join
 
@@ -35,7 +36,7 @@ def write_labels(folder: Path, labels: Sequence[str], model_format: str) -> None
         config = read_json(safe_join(folder, CONFIG_FILE))
         config["id2label"] = {str(index): label for index, label in enumerate(labels)}
         config["label2id"] = {label: index for index, label in enumerate(labels)}
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_atomically(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
     else:
         text = json.dumps(list(labels), indent=2, ensure_ascii=False) + "\n"
-        (folder / LABELS_FILE).write_text(text, encoding="utf-8")
+        write_atomically(folder / LABELS_FILE, text)

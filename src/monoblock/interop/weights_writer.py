@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from monoblock.interop.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
+from monoblock.untrusted_files import open_to_write
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes; a larger tensor gets a file of its own
 TensorFactory = Callable[[], Tensor]  # called when the tensor is written, so that the model is not copied
@@ -40,13 +41,15 @@ def save_weights(
     names = [WEIGHTS_FILE] if count == 1 else [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     for name, groups in zip(names, shards, strict=True):
         tensors = {key: factory().detach().contiguous() for group in groups for key, factory in group.items()}
+        open_to_write(folder / f"{name}.tmp").close()  # save_file itself would follow a link
         save_file(tensors, folder / f"{name}.tmp", metadata={"format": "pt"})
     if count > 1:
         weight_map = {
             key: name for name, groups in zip(names, shards, strict=True) for group in groups for key in group
         }
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / f"{INDEX_FILE}.tmp").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        with open_to_write(folder / f"{INDEX_FILE}.tmp") as file:
+            file.write(json.dumps(index, indent=2).encode() + b"\n")
         names.append(INDEX_FILE)
     for name in names:
         commit_file(folder / name)

@@ -9,6 +9,7 @@ A log is appended to when the run is resumed.
 from __future__ import annotations
 
 import faulthandler
+import io
 import os
 import platform
 import shlex
@@ -24,7 +25,8 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
-from monoblock.errors import MonoblockError
+from monoblock.errors import FileError, MonoblockError
+from monoblock.untrusted_files import open_to_write
 
 LOGS_FOLDER = "logs"
 END = "--- end: "  # begins the last line of a log
@@ -115,9 +117,11 @@ def log_output(
 
 def _open_log(path: Path) -> TextIO:
     """Open a log, or os.devnull if it cannot be written to, which the run reports when it writes its first files."""
-    with suppress(OSError):
+    with suppress(OSError, FileError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "a", buffering=1, encoding="utf-8", errors="replace")
+        if not path.parent.is_symlink():
+            file = open_to_write(path, "append")
+            return io.TextIOWrapper(file, encoding="utf-8", errors="replace", line_buffering=True)
     return open(os.devnull, "w", encoding="utf-8")
 
 
@@ -131,7 +135,7 @@ def has_ended(folder: Path, launcher: int, since: float) -> bool | None:
     start = (f" {platform.node()}, process id ", f", {_launcher_words(launcher)}, ")
     ends = []
     for path in log_path(folder, 0).parent.glob("rank-*.log"):
-        if path.stat().st_mtime >= since - FILE_TIME_ERROR:
+        if path.is_file() and path.stat().st_mtime >= since - FILE_TIME_ERROR:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             starts = [n for n, line in enumerate(lines) if line.startswith("--- ") and all(w in line for w in start)]
             ends += [any(line.startswith(END) for line in lines[n:]) for n in starts[-1:]]

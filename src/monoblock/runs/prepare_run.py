@@ -98,8 +98,6 @@ def _plan_run(recipe: Recipe, folder: Path, parts: CustomParts, data: Path | Non
         options: dict[str, Any] = {"data_folder": data, "run_folder": run_folder, "start": start}
         task_data = build_task_data(recipe, context, task=task, config=draft, **options)
     resolved = resolve_steps(recipe, task_data)
-    if resume:
-        _check_steps(resolved.train.steps, max(list_steps(folder / CHECKPOINTS_FOLDER)), folder)
     vocab = None if task_data.tokenizer is None else task_data.tokenizer.vocab_size
     stored = None if start is None else start.config
     config = build_model_config(resolved, vocab, stored, task=task, **task_data.model_sizes)
@@ -199,15 +197,6 @@ def _no_compile_reason(section: TrainSection, world: World) -> str | None:
     if world.pipeline_size > 1:
         return "pipeline stages are not compiled"
     return "adversarial training computes a gradient inside the loss" if section.adversarial else None
-
-
-def _check_steps(steps: int, done: int, folder: Path) -> None:
-    """Raise ConfigError if a run has done more steps than it is now asked for."""
-    if steps < done:
-        raise ConfigError(
-            f"train.steps={steps}, but the run in {folder} has already done {done} steps; write train.steps={done} or "
-            f"more, or train in another folder"
-        )
 
 
 def _copy_initial_weights(

@@ -175,10 +175,13 @@ class Run:
 
     def _read_checkpoint(self, path: Path, group: str) -> Mapping[str, Tensor]:
         """Return the tensors of a checkpoint, of which each process reads its part if the model is split."""
+        index, own = sharded_checkpoint.read_index(path), self.model.state_dict()
+        own = {name: tensor for name, tensor in own.items() if f"{group}/{name}" in index}
+        expected = {f"{group}/{name}": (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
+        sharded_checkpoint.check_tensors(path, index, expected, lambda name: True)
         if not self.trainer.strategy.is_sharded:
             return sharded_checkpoint.load(path).tensors[group]
-        index, own = sharded_checkpoint.read_index(path), self.model.state_dict()
-        tensors = {name: torch.empty_like(tensor) for name, tensor in own.items() if f"{group}/{name}" in index}
+        tensors = {name: torch.empty_like(tensor) for name, tensor in own.items()}
         sharded_checkpoint.load_into(path, index, {group: tensors})
         return tensors
 

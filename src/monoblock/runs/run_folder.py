@@ -15,12 +15,16 @@ from monoblock.parallel.faults import LOGS_FOLDER
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.generation_config import GENERATION_CONFIG_FILE, build_generation_config
+from monoblock.runs.trainable import ADAPTER_FOLDER
 from monoblock.runs.warm_start import WarmStart
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
+from monoblock.training.metrics_file import TENSORBOARD_FOLDER
 from monoblock.training.run_lock import LOCK_FILE
+from monoblock.untrusted_files import has_file, safe_folder
 
 CHECKPOINTS_FOLDER = "checkpoints"
+SUBFOLDERS = (CHECKPOINTS_FOLDER, LOGS_FOLDER, TENSORBOARD_FOLDER, ADAPTER_FOLDER)
 # What a run that was killed before it stored its recipe may leave; a run can start in a folder that has nothing else.
 BEFORE_THE_RUN = (LOCK_FILE, LOGS_FOLDER, f"{RECIPE_FILE}.tmp")
 
@@ -32,6 +36,8 @@ def has_run(folder: Path) -> bool:
 
 def check_run_folder(folder: Path, resume: bool) -> None:
     """Raise an error unless a run can start in this folder or, with `resume`, be resumed."""
+    for name in filter(lambda name: has_file(folder, name), SUBFOLDERS):
+        safe_folder(folder, name)  # else what is written and deleted there would be elsewhere
     if resume and not has_run(folder):
         raise FileError(f"there is nothing to resume in {folder}; leave out --resume to start a run there")
     if not resume and folder.exists() and any(path.name not in BEFORE_THE_RUN for path in folder.iterdir()):

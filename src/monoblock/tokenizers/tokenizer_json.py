@@ -13,7 +13,7 @@ from monoblock.tokenizers.chat_template import MAX_TEMPLATE_LENGTH
 from monoblock.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
 from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary, read_vocabulary
 from monoblock.tokenizers.validation import validate_tokenizer_json
-from monoblock.untrusted_files import has_file, read_bytes, read_json, reading, safe_join
+from monoblock.untrusted_files import has_file, open_to_write, read_bytes, read_json, reading, safe_join
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -116,9 +116,8 @@ def write_tokenizer(folder: str | Path, data: Mapping[str, Any], config: Mapping
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in ((CONFIG_FILE, config), (TOKENIZER_FILE, data)):
             temporary = folder / f"{name}.tmp"
-            with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-                json.dump(content, file, ensure_ascii=False, indent=2)
-                file.write("\n")
+            with open_to_write(temporary) as file:
+                file.write(f"{json.dumps(content, ensure_ascii=False, indent=2)}\n".encode())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, folder / name)

@@ -3,7 +3,8 @@
     checkpoints/step-400/   the files of one checkpoint, and manifest.json with their sizes and SHA-256
     checkpoints/latest      the text "step-400", replaced atomically once step-400 is on disk
 
-A checkpoint consists of named tensors and one JSON object, stored as safetensors and JSON, never pickled.
+A checkpoint consists of named tensors and one JSON object, stored as safetensors and JSON, never pickled. What is
+deleted later is what its manifest lists, and no link is followed: others may have put files there.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from monoblock.errors import FileError
-from monoblock.untrusted_files import read_text, reading, safe_join
+from monoblock.untrusted_files import open_to_write, read_text, reading, safe_join
 
 MANIFEST_FILE, LATEST_FILE, METADATA_FILE = "manifest.json", "latest", "state.json"
 MAX_JSON_BYTES = 64 * 2**20
 MAX_LATEST_BYTES = 1024
+STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})", re.ASCII)
+WRITTEN_FILE = re.compile(r"[a-z0-9-]+\.safetensors|[a-z]+\.json", re.ASCII)
+UNFINISHED_FOLDER = re.compile(rf"{STEP_FOLDER.pattern}\.(tmp|stale)", re.ASCII)
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -72,9 +76,10 @@ def temporary_folder(folder: Path, step: int) -> Path:
 def begin(folder: Path, step: int) -> None:
     """Make the temporary folder in which the files of a checkpoint are written."""
     with _abandon_on_error(folder, step):
+        check_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
         _restore_stale(folder)
-        shutil.rmtree(temporary_folder(folder, step), ignore_errors=True)
+        _delete(temporary_folder(folder, step))
         fault_injection_point("make")
         temporary_folder(folder, step).mkdir()
 
@@ -117,7 +122,7 @@ def finish(
 
 def abandon(folder: Path, step: int) -> None:
     """Delete a checkpoint that cannot be finished, which frees space if the disk is full."""
-    shutil.rmtree(temporary_folder(folder, step), ignore_errors=True)
+    _delete(temporary_folder(folder, step))
     _restore_stale(folder)
 
 
@@ -139,6 +144,7 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> Iterator[tuple[str, di
         path = folder / f"{name}.safetensors"
         fault_injection_point(f"tensors {name}")
         try:
+            open_to_write(path).close()
             save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
         except SafetensorError as problem:  # safetensors wraps an OSError in it
             raise OSError(str(problem)) from None
@@ -151,7 +157,7 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> Iterator[tuple[str, di
 
 def write_and_sync(path: Path, data: bytes) -> None:
     fault_injection_point(f"write {path.name}")
-    with open(path, "wb") as file:
+    with open_to_write(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -171,21 +177,57 @@ def _rename_into_place(temporary: Path, path: Path) -> None:
     """Rename a finished checkpoint; an existing checkpoint of the same step is moved aside first."""
     fault_injection_point("rename")
     stale = path.with_suffix(".stale")
-    shutil.rmtree(stale, ignore_errors=True)
+    _delete(stale)
     if path.exists():
         os.rename(path, stale)
         fault_injection_point("between renames")
     os.rename(temporary, path)
     sync_file(path.parent)
-    shutil.rmtree(stale, ignore_errors=True)
+    _delete(stale)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise FileError if the folder of the checkpoints is a link: what is saved and deleted would be elsewhere."""
+    if folder.is_symlink():
+        raise FileError(f"{folder} is a link; put the folder itself there, or make the whole run folder a link")
 
 
 def _restore_stale(folder: Path) -> None:
     """Move back the checkpoints that were moved aside by a save that was interrupted between its two renames."""
-    for stale in folder.glob("step-*.stale"):
-        if not stale.with_suffix("").exists():
+    for stale in _own_folders(folder, UNFINISHED_FOLDER):
+        if stale.suffix == ".stale" and not os.path.lexists(stale.with_suffix("")):
             with suppress(OSError):
                 os.rename(stale, stale.with_suffix(""))
+
+
+def _own_folders(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """Return the folders, not links, whose whole name matches a pattern."""
+    return [p for p in folder.glob("step-*") if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+
+
+def _delete(path: Path) -> None:
+    """Delete the files that the manifest of a checkpoint lists, then the manifest, and the folder if that was all.
+
+    A save that was interrupted has no manifest yet; what it may have written is deleted.
+    """
+    if path.is_symlink() or not path.is_dir():
+        return
+    try:
+        names = list_files(path)
+    except FileError:
+        names = [file.name for file in path.iterdir() if path.suffix == ".tmp" and WRITTEN_FILE.fullmatch(file.name)]
+    with suppress(OSError):
+        for name in (*names, MANIFEST_FILE):
+            (path / name).unlink(missing_ok=True)
+        path.rmdir()
+
+
+def list_files(path: Path) -> list[str]:
+    """Return the names of the files of a checkpoint, without the manifest that lists them."""
+    files = _read_json(path / MANIFEST_FILE).get("files")
+    if not isinstance(files, dict) or any(Path(name).name != name for name in files):
+        raise FileError(f"{path / MANIFEST_FILE} does not list the files of its folder")
+    return list(files)
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -202,9 +244,9 @@ def _prune(folder: Path, last: int, keep: int, protected: tuple[int | None, ...]
     regular = [step for step in steps if step == last or not save_every or step % save_every == 0]
     for step in steps:
         if step not in regular[-keep:] and step not in protected:  # with keep=0 this slice has all regular steps
-            shutil.rmtree(folder / f"step-{step}", ignore_errors=True)
-    for unfinished in [*folder.glob("step-*.tmp"), *folder.glob("step-*.stale")]:
-        shutil.rmtree(unfinished, ignore_errors=True)
+            _delete(folder / f"step-{step}")
+    for unfinished in _own_folders(folder, UNFINISHED_FOLDER):
+        _delete(unfinished)
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
@@ -212,8 +254,7 @@ def _prune(folder: Path, last: int, keep: int, protected: tuple[int | None, ...]
 
 def list_steps(folder: Path) -> list[int]:
     """List the steps of finished checkpoints in ascending order."""
-    names = [path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()]
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(parse_step(path) for path in _own_folders(folder, STEP_FOLDER))
 
 
 def find_problem(path: Path) -> str | None:
@@ -239,6 +280,7 @@ def find_problem(path: Path) -> str | None:
 
 def find_newest(folder: Path) -> tuple[Path | None, list[str]]:
     """Return the newest intact checkpoint (or None) and the problems of newer checkpoints and of the file `latest`."""
+    check_folder(folder)
     _restore_stale(folder)
     names = [f"step-{step}" for step in reversed(list_steps(folder))]
     problems = _check_latest_file(folder / LATEST_FILE, names)
@@ -266,10 +308,14 @@ def _check_latest_file(latest: Path, names: list[str]) -> list[str]:
 
 def load(path: Path) -> Checkpoint:
     """Load a checkpoint in which `find_problem` finds no problem."""
-    files = _read_json(path / MANIFEST_FILE)["files"]
+    return Checkpoint(parse_step(path), load_tensors(path, lambda group: True), load_metadata(path))
+
+
+def load_tensors(path: Path, is_wanted: Callable[[str], bool]) -> dict[str, dict[str, Tensor]]:
+    """Load the tensors of the groups of a checkpoint that are wanted."""
+    names = [name for name in list_files(path) if name.endswith(".safetensors") and is_wanted(Path(name).stem)]
     with reading(path):
-        tensors = {Path(name).stem: load_file(path / name) for name in files if name.endswith(".safetensors")}
-    return Checkpoint(step=parse_step(path), tensors=tensors, metadata=load_metadata(path))
+        return {Path(name).stem: load_file(path / name) for name in names}
 
 
 def load_metadata(path: Path) -> dict[str, Any]:

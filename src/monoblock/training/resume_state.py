@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import platform
 import random
+import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from monoblock.errors import FileError
+from monoblock.errors import FileError, shorten_message
 from monoblock.kernels.cpu import library
 from monoblock.nn.kv_cache.lstm_state import CarriedState
+from monoblock.parallel.gather import mesh_of
 from monoblock.training import checkpoint, sharded_checkpoint
 from monoblock.training.optimizer import Optimizers
 from monoblock.training.sharded_checkpoint import StoredTensor
 from monoblock.training.updates.update_guard import STATE_FIELDS
 
+ADVICE = "delete this checkpoint, or start a new run with --out"
+MAX_COUNT = 2**63
+MT19937_WORDS = 624  # of the state of the generators of Python and NumPy
+RNG_NAME = re.compile(r"random(-\d{1,6})?", re.ASCII)
+Spec = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a tensor
 OLD_IDENTITY_KEY = "training recipe"  # only identities of version 0.1 have it
 # Keys that identities of earlier versions lack; a run that was begun by one is resumed with their former defaults.
 LATER_KEYS = ("data.split", "data.padding", "tokenizer.dropout", "tokenizer.alpha")
@@ -44,6 +52,38 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Ten
             for key, value in state.items():
                 tensors[f"{names[weight]}/{key}"] = torch.as_tensor(value)
     return tensors
+
+
+def expected_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weight: Tensor) -> dict[str, Spec]:
+    """Return the shapes and dtypes of the states that an optimizer keeps for a weight, found by a step on a copy."""
+    copied = torch.zeros_like(weight.detach()).requires_grad_()
+    copied.grad = torch.zeros_like(weight.detach())
+    probe = object.__new__(type(optimizer))
+    state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+    probe.__dict__.update(optimizer.__dict__, state=state, param_groups=[{**group, "params": [copied]}])
+    probe.step()
+    return {key: _spec(torch.as_tensor(value)) for key, value in state[copied].items()}
+
+
+def _expected_optimizer(model: nn.Module, optimizers: Optimizers, index: Collection[str]) -> dict[str, Spec]:
+    """Return the optimizer states of each weight for which a checkpoint stores any, by their names in the index."""
+    names = {weight: name for name, weight in model.named_parameters()}
+    stored = {name.split("/", 1)[1].rsplit("/", 1)[0] for name in index if name.startswith("optimizer/")}
+    expected: dict[str, Spec] = {}
+    found: dict[Any, dict[str, Spec]] = {}  # weights of the same shape in a group have the same states
+    for optimizer in optimizers.optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for weight in (weight for weight in group["params"] if names.get(weight) in stored):
+                split = (mesh_of(weight), getattr(weight, "placements", None))
+                kind = (optimizer, number, weight.shape, weight.dtype, *split)
+                if kind not in found:
+                    found[kind] = expected_states(optimizer, group, weight)
+                expected |= {f"optimizer/{names[weight]}/{key}": spec for key, spec in found[kind].items()}
+    return expected
+
+
+def _spec(tensor: Tensor) -> Spec:
+    return tuple(tensor.shape), tensor.dtype
 
 
 def empty_optimizer_tensors(
@@ -93,6 +133,17 @@ def carried_tensors(loss: object) -> dict[str, dict[str, Tensor]]:
     return {"carried": carried.tensors} if isinstance(carried, CarriedState) and carried.tensors else {}
 
 
+def check_carried(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise FileError unless stored states of an LSTM fit the model."""
+    config: Any = getattr(model, "config", None)
+    depth, width = getattr(config, "depth", 0), getattr(config, "width", 0)
+    lanes, dtype = len(tensors.get("block", ())), next(model.parameters()).dtype
+    expected: dict[str, Spec] = dict.fromkeys(("before", "after"), ((lanes, 2, depth, width), dtype))
+    expected["block"] = (lanes,), torch.int64
+    if tensors and {name: _spec(tensor) for name, tensor in tensors.items()} != expected:
+        raise FileError(f"{path} has carried states of another model; {ADVICE}")
+
+
 def restore_carried(loss: object, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Restore the states that `carried_tensors` returned."""
     carried = getattr(loss, "carried", None)
@@ -107,26 +158,54 @@ class ResumeTarget:
     model: nn.Module
     optimizers: Optimizers
     average: Mapping[str, Tensor]
+    scaler: torch.amp.GradScaler
     trainable_only: bool = False  # the checkpoint has no frozen weights
     elsewhere: Collection[str] = ()  # names of weights of which this process has no part
 
-    def load_whole(self, path: Path) -> checkpoint.Checkpoint:
-        """Load a checkpoint into whole weights; return it."""
-        state = sharded_checkpoint.load(path)
-        self.model.load_state_dict(dict(state.tensors["model"]), strict=not self.trainable_only)
-        restore_optimizer(self.model, self.optimizers, state.tensors["optimizer"])
-        for name, tensor in self.average.items():
-            tensor.copy_(state.tensors["average"][name])
-        return state
+    def load(self, path: Path, *, whole: bool) -> checkpoint.Checkpoint:
+        """Load a checkpoint, of each tensor the part that this process stores; return what it has besides them.
 
-    def load_parts(self, path: Path) -> checkpoint.Checkpoint:
-        """Load the part of each tensor that this process stores; return the rest of the checkpoint."""
-        index = sharded_checkpoint.read_index(path)
+        A hash shows damage, not intent: all of it is checked before any of it is used, so that no crafted checkpoint
+        can make a kernel read or write outside its tensors.
+
+        whole: whether this process stores all tensors whole.
+        """
+        index, rest = sharded_checkpoint.read_index(path), sharded_checkpoint.load_rest(path)
         model = model_tensors(self.model, trainable_only=self.trainable_only)
-        optimizer = empty_optimizer_tensors(self.model, index, self.elsewhere)
-        sharded_checkpoint.load_into(path, index, {"model": model, "optimizer": optimizer, "average": self.average})
+        self._check(path, index, rest, model)
+        if whole:
+            groups = sharded_checkpoint.load(path).tensors
+            self.model.load_state_dict(dict(groups["model"]), strict=not self.trainable_only)
+            for name, tensor in self.average.items():
+                tensor.copy_(groups["average"][name])
+            optimizer = groups.get("optimizer", {})
+        else:
+            optimizer = empty_optimizer_tensors(self.model, index, self.elsewhere)
+            sharded_checkpoint.load_into(path, index, {"model": model, "optimizer": optimizer, "average": self.average})
         restore_optimizer(self.model, self.optimizers, optimizer)
-        return sharded_checkpoint.load_rest(path)
+        return rest
+
+    def _check(
+        self,
+        path: Path,
+        index: Mapping[str, StoredTensor],
+        rest: checkpoint.Checkpoint,
+        model: Mapping[str, Tensor],
+    ) -> None:
+        expected = {f"model/{name}": _spec(tensor) for name, tensor in model.items()}
+        expected |= {f"average/{name}": _spec(tensor) for name, tensor in self.average.items()}
+        expected |= _expected_optimizer(self.model, self.optimizers, index)
+        has_all, shared = not self.elsewhere, sharded_checkpoint.SHARED_GROUPS
+        is_other = lambda name: not has_all or name.split("/")[0] not in shared
+        sharded_checkpoint.check_tensors(path, index, expected, is_other)
+        for name, tensors in rest.tensors.items():
+            if name == "carried":
+                check_carried(self.model, tensors, path)
+            elif RNG_NAME.fullmatch(name):
+                check_rng(tensors, path / name)
+            else:
+                raise FileError(f"{path} has tensors {name!r}, which no run has; {ADVICE}")
+        check_metadata(rest.metadata, self.scaler.state_dict())
 
 
 def seed_generators(seed: int) -> None:
@@ -158,6 +237,29 @@ def rng_name(part: int) -> str:
     return f"random-{part}" if part else "random"
 
 
+def check_rng(tensors: Mapping[str, Tensor], name: object) -> None:
+    """Raise FileError unless stored random states are such that a generator can continue from them.
+
+    NumPy, for one, would read past the end of its state from a position that is too large.
+    """
+    expected = {key: _spec(state) for key, state in rng_tensors().items() if not key.startswith("cuda")}
+    cuda = {key: state for key, state in tensors.items() if re.fullmatch(r"cuda\d{1,3}", key)}
+    is_valid = {key: _spec(state) for key, state in tensors.items() if key not in cuda} == expected
+    is_valid = is_valid and all(state.dim() == 1 and state.dtype == torch.uint8 for state in cuda.values())
+    if is_valid:
+        version, *words, python_position = tensors["python"].tolist()
+        position, has_gauss, _ = tensors["numpy_rest"].tolist()
+        is_valid = version == random.getstate()[0] and has_gauss in (0, 1)
+        is_valid = is_valid and all(0 <= word < 2**32 for word in (*words, *tensors["numpy"].tolist()))
+        is_valid = is_valid and all(n in range(MT19937_WORDS + 1) for n in (python_position, position))
+        try:
+            torch.Generator().set_state(tensors["torch"])
+        except RuntimeError:
+            is_valid = False
+    if not is_valid:
+        raise FileError(f"{name} has no states that random generators can continue from; {ADVICE}")
+
+
 def restore_rng(tensors: Mapping[str, Tensor]) -> None:
     """Restore the states of random generators that `rng_tensors` returned."""
     version, *internal = tensors["python"].tolist()
@@ -179,26 +281,40 @@ def restore_process_rng(groups: Mapping[str, Mapping[str, Tensor]], part: int, s
         torch.manual_seed((torch.initial_seed() + step) % 2**63)
 
 
-def check_metadata(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the metadata of a checkpoint; raise FileError if a number that training needs is missing or invalid."""
-    best, guard = metadata.get("best"), metadata.get("guard")
-    if not isinstance(best, dict) or not isinstance(guard, dict):
-        raise FileError(f"the {checkpoint.METADATA_FILE} of the checkpoint has no best evaluation or no guard")
+def check_metadata(metadata: Mapping[str, Any], scaler: Mapping[str, Any]) -> None:
+    """Raise FileError if something that training needs is missing in the metadata of a checkpoint, or is invalid.
+
+    scaler: the state of the gradient scaler of this run; {} if there is none.
+    """
+    tables = {name: metadata.get(name) for name in ("best", "guard", "identity", "circumstances", "scaler")}
+    missing = [name for name, table in tables.items() if not isinstance(table, dict)]
+    best, guard, saved_scaler = (tables[name] or {} for name in ("best", "guard", "scaler"))
+    if not missing:
+        missing += ["sound"] * ("sound" not in metadata) + ["best"] * (best.keys() != {"step", "loss"})
+        missing += ["scaler"] * (bool(saved_scaler and scaler) and saved_scaler.keys() != scaler.keys())
+    if missing:
+        raise FileError(f"the {checkpoint.METADATA_FILE} of the checkpoint has no valid {missing[0]!r}; {ADVICE}")
     counts = {"tokens": metadata.get("tokens"), "parts": metadata.get("parts")}
     counts |= {f"guard.{name}": guard.get(name) for name in STATE_FIELDS if name != "mean"}
     optional = {"sound": metadata.get("sound"), "best.step": best.get("step")}
     counts |= {name: value for name, value in optional.items() if value is not None}
     loss = 0.0 if best.get("loss") is None else best["loss"]
-    wrong = [name for name, value in counts.items() if type(value) is not int or value < 0]
-    wrong += [name for name, value in (("guard.mean", guard.get("mean")), ("best.loss", loss)) if not is_number(value)]
+    wrong = [name for name, value in counts.items() if not (type(value) is int and 0 <= value < MAX_COUNT)]
     wrong += ["parts"] if counts["parts"] == 0 else []
+    wrong += ["best.loss"] if not is_number(loss) else []  # which is not finite if the model diverged
+    finite: dict[str, Any] = {"guard.mean": guard.get("mean")} | {
+        f"scaler.{name}": value for name, value in saved_scaler.items()
+    }
+    wrong += [name for name, value in finite.items() if not (is_number(value) and 0 <= value < math.inf)]
     if wrong:
-        raise FileError(f"the {checkpoint.METADATA_FILE} of the checkpoint has no valid number for {wrong[0]}")
-    return metadata
+        raise FileError(
+            f"the {checkpoint.METADATA_FILE} of the checkpoint has no valid number for {wrong[0]!r}; {ADVICE}"
+        )
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Return whether a value is a float, or an int that a float can stand for."""
+    return type(value) is float or (type(value) is int and abs(value) < MAX_COUNT)
 
 
 def last_good_step(folder: Path) -> int | None:
@@ -243,4 +359,8 @@ def environment(device: torch.device, compiled: bool, processes: int = 1) -> dic
 
 def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Describe each value that differs, as in "threads was 2 and is 4"."""
-    return [f"{key} was {saved.get(key)} and is {current[key]}" for key in current if saved.get(key) != current[key]]
+    return [
+        shorten_message(f"{key} was {saved.get(key)} and is {current[key]}")
+        for key in current
+        if saved.get(key) != current[key]
+    ]

@@ -10,8 +10,10 @@ protocol is that of training/checkpoint.py.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -36,7 +38,7 @@ from torch.futures import Future
 from monoblock.errors import FileError
 from monoblock.parallel.world import World
 from monoblock.training import checkpoint
-from monoblock.untrusted_files import read_json, reading
+from monoblock.untrusted_files import open_to_write, read_json, reading
 
 INDEX_FILE = "shards.json"
 SHARED_GROUPS = ("model", "optimizer", "average")
@@ -57,7 +59,7 @@ class Part(NamedTuple):
 
 class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: one that no checkpoint has
     parts: list[Part]
 
 
@@ -135,6 +137,7 @@ def _write_parts(folder: Path, staged: StagedParts, rank: int) -> Iterable[tuple
     if staged.tensors:
         path = folder / shard_name(rank)
         checkpoint.fault_injection_point(f"tensors {path.name}")
+        open_to_write(path).close()  # save_file itself would follow a link
         save_file(staged.tensors, path)
         checkpoint.sync_file(path)
         yield path.name, checkpoint.describe_file(path)
@@ -196,44 +199,92 @@ class _Writer(dcp.StorageWriter):
 
 def read_index(path: Path) -> dict[str, StoredTensor]:
     """Return what a checkpoint stores, by "<group>/<name>"; a tensor of a single-process checkpoint is one part."""
-    if not (path / INDEX_FILE).is_file():
-        return dict(_index_whole_files(path))
-    index = {}
-    for name, entry in read_json(path / INDEX_FILE).items():
-        parts = [
-            Part(tuple(offsets), tuple(sizes), _base_name(file), key) for offsets, sizes, file, key in entry["parts"]
-        ]
-        index[name] = StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], parts)
-    return index
+    with reading(path):
+        files = checkpoint.list_files(path)
+        headers = {(file, key): entry for file in files for key, entry in _read_header(path / file)}
+        if INDEX_FILE not in files:
+            return {f"{Path(file).stem}/{key}": _whole(file, key, *entry) for (file, key), entry in headers.items()}
+        index = {}
+        for name, entry in read_json(path / INDEX_FILE).items():
+            parts = [Part(tuple(offsets), tuple(sizes), file, key) for offsets, sizes, file, key in entry["parts"]]
+            index[name] = StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], parts)
+            if not _is_complete(index[name], headers):
+                raise FileError(f"{path / INDEX_FILE} does not say where all parts of {name!r} are; delete {path}")
+        return index
 
 
-def _base_name(name: str) -> str:
-    if Path(name).name != name:
-        raise FileError(f"{INDEX_FILE} lists a file outside its folder")
-    return name
-
-
-def _index_whole_files(path: Path) -> Iterable[tuple[str, StoredTensor]]:
-    for file in sorted(path.glob("*.safetensors")):
+def _read_header(file: Path) -> Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype | None]]]:
+    """Yield the name of each tensor in a file with its shape and dtype; None is a dtype that no checkpoint has."""
+    if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118  # not a dict
                 header = tensors.get_slice(key)
-                shape, dtype = tuple(header.get_shape()), checkpoint.SAFETENSORS_DTYPES[header.get_dtype()]
-                yield f"{file.stem}/{key}", StoredTensor(shape, dtype, [Part((0,) * len(shape), shape, file.name, key)])
+                yield key, (tuple(header.get_shape()), checkpoint.SAFETENSORS_DTYPES.get(header.get_dtype()))
+
+
+def _whole(file: str, key: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> StoredTensor:
+    return StoredTensor(shape, dtype, [Part((0,) * len(shape), shape, file, key)])
+
+
+def _is_complete(tensor: StoredTensor, headers: Mapping[tuple[str, str], Any]) -> bool:
+    """Return whether the parts of a tensor are stored as the index says, and fill it without overlap."""
+    for number, part in enumerate(tensor.parts):
+        is_inside = len(part.offsets) == len(part.sizes) == len(tensor.shape) and all(
+            type(n) is int and n >= 0 for n in (*part.offsets, *part.sizes, *tensor.shape)
+        )
+        if not is_inside or headers.get((part.file, part.key)) != (part.sizes, tensor.dtype):
+            return False
+        if any(o + s > n for o, s, n in zip(part.offsets, part.sizes, tensor.shape, strict=True)):
+            return False
+        if any(map(functools.partial(_overlap, part), tensor.parts[:number])):
+            return False
+    return sum(math.prod(part.sizes) for part in tensor.parts) == math.prod(tensor.shape)
+
+
+def _overlap(one: Part, other: Part) -> bool:
+    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(max(a, b) < min(a + m, b + n) for a, m, b, n in sides)
+
+
+def check_tensors(
+    path: Path,
+    index: Mapping[str, StoredTensor],
+    expected: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    is_other: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Raise FileError unless a checkpoint has exactly the expected tensors, with their shapes and dtypes.
+
+    is_other: whether a name may be stored that is not expected, because another process has it.
+    """
+    advice = "delete this checkpoint, or start a new run with --out"
+    for name, (shape, dtype) in expected.items():
+        if name not in index:
+            raise FileError(f"{path} has no tensor {name!r}, which this run needs; {advice}")
+        stored = index[name]
+        if stored.shape != tuple(shape) or stored.dtype != dtype:
+            raise FileError(
+                f"{path} has {name!r} with shape {stored.shape} and {_dtype_name(stored.dtype)}, but this run has "
+                f"{tuple(shape)} and {_dtype_name(dtype)}; {advice}"
+            )
+    unknown = next((name for name in index if name not in expected and not is_other(name)), None)
+    if unknown is not None:
+        raise FileError(f"{path} has {unknown!r}, which this run does not have; {advice}")
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str:
+    return "another dtype" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def load_into(path: Path, index: Mapping[str, StoredTensor], targets: Groups) -> None:
     """Copy stored tensors into `targets`, each process its part; every process must call this."""
     tensors = {f"{group}/{name}": tensor for group, named in targets.items() for name, tensor in named.items()}
-    missing = next((name for name in tensors if name not in index), None)
-    if missing is not None:
-        raise FileError(f"{path} has no tensor {missing!r}, which this run needs")
+    check_tensors(path, index, {name: (t.shape, t.dtype) for name, t in tensors.items()}, lambda name: True)
     dcp.load(cast(dict[str, Any], tensors), storage_reader=_Reader(path, index))
 
 
 def load(path: Path) -> checkpoint.Checkpoint:
     """Load a checkpoint with whole tensors, whoever wrote it."""
-    if not (path / INDEX_FILE).is_file():
+    if INDEX_FILE not in checkpoint.list_files(path):
         return checkpoint.load(path)
     with reading(path):
         rest = load_rest(path)
@@ -242,9 +293,7 @@ def load(path: Path) -> checkpoint.Checkpoint:
 
 def load_rest(path: Path) -> checkpoint.Checkpoint:
     """Load a checkpoint without the tensors that the processes share."""
-    names = [file.stem for file in path.glob("*.safetensors")]
-    own = [name for name in names if name not in SHARED_GROUPS and not name.startswith("shard-")]
-    tensors = {name: load_file(path / f"{name}.safetensors") for name in own}
+    tensors = checkpoint.load_tensors(path, lambda group: group not in SHARED_GROUPS and not group.startswith("shard-"))
     return checkpoint.Checkpoint(checkpoint.parse_step(path), tensors, checkpoint.load_metadata(path))
 
 
@@ -275,6 +324,7 @@ class _Reader(dcp.StorageReader):
         entries: dict[str, Any] = {}
         for name, stored in self.index.items():
             chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in stored.parts]
+            assert stored.dtype is not None  # checked
             properties = TensorProperties(dtype=stored.dtype)
             entries[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
         places: dict[Any, Any] = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from monoblock.errors import FileError, InputError, MonoblockError
+from monoblock.errors import ConfigError, FileError, InputError, MonoblockError
 from monoblock.parallel.strategy import MicroBatch, Strategy
 from monoblock.parallel.whole_model import call_with_whole_model
 from monoblock.parallel.world import World
@@ -270,6 +270,11 @@ class Trainer:
         with reading(path):
             identity = checkpoint.load_metadata(path)["identity"]
             resume_state.check_same_run(identity, self.identity, self.old_identity)
+            if step > self.args.steps:
+                raise ConfigError(
+                    f"train.steps={self.args.steps}, but the run in {self.folder.parent} has already done {step} "
+                    f"steps; write train.steps={step} or more, or train in another folder"
+                )
             yield from self._restore(path)
         if problems:
             yield WarningEvent(f"resuming from {path.name}, the newest intact checkpoint")
@@ -277,9 +282,10 @@ class Trainer:
     def _restore(self, path: Path) -> Iterator[TrainingEvent]:
         average = {} if self.average is None else self.average.tensors
         elsewhere = self.strategy.weights_elsewhere
-        target = resume_state.ResumeTarget(self.model, self.optimizers, average, self.save_trainable_only, elsewhere)
-        state = target.load_parts(path) if self.strategy.is_sharded else target.load_whole(path)
-        metadata = resume_state.check_metadata(state.metadata)
+        parts = (self.model, self.optimizers, average, self.scaler)
+        target = resume_state.ResumeTarget(*parts, self.save_trainable_only, elsewhere)
+        state = target.load(path, whole=not self.strategy.is_sharded)
+        metadata = state.metadata
         self.step, self.tokens, self.num_micro_batches = state.step, metadata["tokens"], metadata["parts"]
         self.best, self.last_good_step = metadata["best"], metadata["sound"]
         self.guard.load_state_dict(metadata["guard"])

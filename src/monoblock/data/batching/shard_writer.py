@@ -18,6 +18,7 @@ from monoblock.config.schema import check_at_least, check_types, to_dict
 from monoblock.data.batching.manifest import HASH_BLOCK, MANIFEST_FILE, ShardFile, ShardManifest, SplitFiles
 from monoblock.data.batching.shards import OFFSET_DTYPE, check_ids, token_dtype
 from monoblock.errors import FileError, InputError
+from monoblock.untrusted_files import open_to_write
 
 DEFAULT_SHARD_TOKENS = 2**27
 
@@ -150,7 +151,7 @@ def _open_at(path: Path, size: int, digest: Any = None) -> BinaryIO:
     """Open a file to append after its first `size` bytes; what follows them is removed. `digest` gets these bytes."""
     if size and (_file_size(path) or 0) < size:
         raise FileError(f"{path} has lost data; delete {path.parent} and begin anew")
-    file = open(path, "r+b" if size else "wb")  # noqa: SIM115 (the writer closes it)
+    file = open_to_write(path, "update" if size else "new")
     file.truncate(size)
     if digest is not None and size:
         while block := file.read(HASH_BLOCK):
@@ -180,7 +181,7 @@ def sync_folder(folder: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file under a temporary name, sync it and rename it: it is never incomplete."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
+    with open_to_write(temporary) as file:
         file.write((json.dumps(to_dict(value), indent=2, ensure_ascii=False) + "\n").encode())
         _sync(file)
     os.replace(temporary, path)

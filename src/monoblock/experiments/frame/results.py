@@ -20,6 +20,7 @@ from typing import Any
 from monoblock.errors import FileError
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.toy_data import toy_path
+from monoblock.untrusted_files import open_to_write
 
 RESULTS_FILE = "results.jsonl"
 CORPUS = "data.corpus="
@@ -104,15 +105,10 @@ def append_result(path: Path, result: Result) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            is_complete = os.lseek(descriptor, 0, os.SEEK_END) == 0
-            if not is_complete:
-                os.lseek(descriptor, -1, os.SEEK_END)
-                is_complete = os.read(descriptor, 1) == b"\n"
-            os.write(descriptor, ("" if is_complete else "\n").encode() + (result.to_line() + "\n").encode())
-        finally:
-            os.close(descriptor)
+        with open_to_write(path, "append") as file:
+            size = os.fstat(file.fileno()).st_size
+            is_complete = not size or os.pread(file.fileno(), 1, size - 1) == b"\n"
+            os.write(file.fileno(), ("" if is_complete else "\n").encode() + (result.to_line() + "\n").encode())
     except OSError as problem:
         raise FileError(f"{path} cannot be written: {problem.strerror or problem}") from None
 

@@ -19,6 +19,7 @@ from monoblock.interop.huggingface.family import Family
 from monoblock.interop.rename import map_weights
 from monoblock.quantization.convert import dequantize, merge_adapters
 from monoblock.tokenizers.formats.gguf_tokenizer import NO_TOKENIZER, PREFIX, to_fields
+from monoblock.untrusted_files import open_to_write
 
 if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
@@ -67,6 +68,7 @@ def save_gguf(
     path, temporary = Path(path), Path(f"{path}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        open_to_write(temporary).close()  # the writer itself would follow a link
         writer = package.GGUFWriter(temporary, family.model_type)
         writer.add_name(name)
         writer.add_file_type(FILE_TYPES[kind])

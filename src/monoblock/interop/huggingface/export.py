@@ -14,6 +14,7 @@ from torch import Tensor
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.errors import ConfigError, FileError, InputError, did_you_mean
+from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.companions import (
     START_FIELD,
     TOKEN_ID_FIELDS,
@@ -32,7 +33,7 @@ from monoblock.interop.huggingface.family import Family
 from monoblock.interop.huggingface.ignored_fields import is_harmless
 from monoblock.interop.huggingface.load import find_family
 from monoblock.interop.rename import TensorMapping, map_weights
-from monoblock.interop.weights_writer import MAX_SHARD_SIZE, TensorFactory, commit_file, save_weights
+from monoblock.interop.weights_writer import MAX_SHARD_SIZE, TensorFactory, save_weights
 from monoblock.quantization.convert import dequantize, merge_adapters
 
 if TYPE_CHECKING:
@@ -133,8 +134,7 @@ def export_hf(
         folder.mkdir(parents=True, exist_ok=True)
         save_weights(folder, factories, sizes, max_shard_size)
         companions.write(folder, config, published=True)
-        (folder / f"{CONFIG_FILE}.tmp").write_text(text, encoding="utf-8")
-        commit_file(folder / CONFIG_FILE)
+        write_atomically(folder / CONFIG_FILE, text)
     except OSError as error:
         raise FileError(f"the model cannot be written to {folder}: {error.strerror or error}") from None
 

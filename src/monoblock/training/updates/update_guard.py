@@ -37,7 +37,7 @@ class UpdateGuard:
         if not math.isfinite(grad_norm):
             return f"the gradient norm is {grad_norm}"
         if self.spike and self.good >= self.min_good_updates and grad_norm > self.spike * self.mean:
-            ratio = grad_norm / self.mean
+            ratio = grad_norm / self.mean if self.mean else math.inf
             return f"the gradient norm jumped to {grad_norm:.3g}, {ratio:.0f} times its mean {self.mean:.3g}"
         return None
 
