@@ -1,6 +1,7 @@
 """The pages that the site makes from notebooks and docstrings; mkdocs is not needed."""
 
 import json
+import re
 
 from markdown_source import to_python_markdown
 from notebook_page import read_notebook
@@ -8,6 +9,7 @@ from reference_pages import build_reference, list_public_names, render_docstring
 from site_pages import ROOT, find_line, link_pages, page_path
 
 import monoblock
+from monoblock.interop.huggingface.families import FAMILIES
 
 PIXEL = "iVBORw0KGgo="
 
@@ -77,3 +79,12 @@ def test_a_name_in_a_file_leads_to_its_line():
     assert find_line(file, "Attention.forward") > find_line(file, "Attention")
     assert find_line(file, "nothing") is None
     assert page_path(file) == "source/src/monoblock/nn/attention.py.md"
+
+
+def test_the_number_of_published_families_is_said_once_and_by_the_code():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    typed = re.compile(r"\d+ (?:\w+ ){0,3}famil")
+    named = {page.name: typed.findall(page.read_text(encoding="utf-8")) for page in pages}
+    assert {name: hits for name, hits in named.items() if hits} == {
+        "config.md": [f"{len(FAMILIES)} Hugging Face famil"]
+    }

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import monoblock as mb
+from monoblock.cli.main import run
 from monoblock.errors import FileError
 from monoblock.interop.hub import ALLOW_PATTERNS, resolve_model_path
 
@@ -66,8 +67,37 @@ def test_a_revision_is_pinned_and_the_commit_that_was_loaded_is_named(revision, 
 
 
 @pytest.mark.parametrize(
-    "path", ["./nowhere", "/nowhere/at/all", "../up", "a/b/c", "gpt2", "runs/mine", "a/b@", "a/b@-x", "runs/x@y"]
+    "path", ["./nowhere", "/nowhere/at/all", "../up", "a/b/c", "mine", "runs/mine", "a/b@", "a/b@-x", "runs/x@y"]
 )
 def test_a_path_is_never_looked_up_on_the_hub(path, monkeypatch):
     replace_hub(monkeypatch, lambda *_, **__: pytest.fail("the hub was asked"))
     assert str(resolve_model_path(path)).rstrip("/") in path
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("gpt2", "write openai-community/gpt2 for the model of the Hugging Face hub, or the path of a folder"),
+        ("gpt2-xl", "write openai-community/gpt2-xl for"),
+        ("bert-base-uncased", "write google-bert/bert-base-uncased for"),
+        ("roberta-large", "write FacebookAI/roberta-large for"),
+        ("t5-small", "write google-t5/t5-small for"),
+        ("distilgpt2", "write distilbert/distilgpt2 for"),
+        (
+            "llama2-70b",
+            "the preset llama2-70b has no weights; write mb.Transformer(mb.preset('llama2-70b')) to train it",
+        ),
+    ],
+)
+def test_a_name_without_an_owner_is_answered_with_what_to_write(name, advice, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for load in (mb.Transformer.from_pretrained, mb.load):
+        with pytest.raises(FileError) as caught:
+            load(name)
+        assert f"there is no folder {name} here" in str(caught.value)
+        assert advice in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert run(["generate", name, "Hello"]) == 1
+    assert advice in capsys.readouterr().err
+    mb.Transformer(mb.gpt(vocab=11, width=12, depth=1, heads=3, context=13)).save_pretrained(name)
+    assert mb.Transformer.from_pretrained(name).config.input.vocab == 11  # a folder of that name

@@ -6,11 +6,26 @@ import re
 import warnings
 from pathlib import Path
 
+from monoblock.config.presets import PRESETS
 from monoblock.errors import FileError
 
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 # owner/name or owner/name@revision; runs/NAME is always a local folder
 REPO_ID = re.compile(r"(?P<name>(?!runs/)\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:@(?P<revision>\w[\w./-]{0,199}))?")
+# Who publishes the models that transformers once knew by a name without an owner, by the beginning of this name.
+OWNERS = {
+    "albert-": "albert",
+    "bert-": "google-bert",
+    "camembert-": "almanach",
+    "distilbert-": "distilbert",
+    "distilgpt2": "distilbert",
+    "distilroberta-": "distilbert",
+    "gpt2": "openai-community",
+    "openai-gpt": "openai-community",
+    "roberta-": "FacebookAI",
+    "t5-": "google-t5",
+    "xlm-": "FacebookAI",
+}
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -18,9 +33,12 @@ def resolve_model_path(name_or_path: str | Path) -> Path:
     """Return the local path of a model; download it from the Hugging Face hub if `name_or_path` is like owner/name.
 
     owner/name@revision is the model of a commit, a tag or a branch. Unless the revision is a commit, a warning says
-    which commit was loaded. A path that exists, or whose parent folder exists, is never downloaded.
+    which commit was loaded. A path that exists, or whose parent folder exists, is never downloaded. For the name of a
+    published model without its owner, raise an error that says what to write.
     """
     path = Path(name_or_path)
+    if not path.exists() and path.name == str(name_or_path):
+        _check_name(path.name)
     match = REPO_ID.fullmatch(str(name_or_path))
     if path.exists() or match is None or path.parent.exists():
         return path
@@ -42,3 +60,18 @@ def resolve_model_path(name_or_path: str | Path) -> Path:
             stacklevel=2,
         )
     return folder
+
+
+def _check_name(name: str) -> None:
+    """Raise FileError if `name` is that of a published model, or of a preset, which has no weights."""
+    owner = next((owner for start, owner in OWNERS.items() if name.startswith(start)), None)
+    if owner is not None and not Path(name).suffix:
+        raise FileError(
+            f"there is no folder {name} here; write {owner}/{name} for the model of the Hugging Face hub, or the path "
+            "of a folder"
+        )
+    if name in PRESETS:
+        raise FileError(
+            f"there is no folder {name} here, and the preset {name} has no weights; write mb.Transformer(mb.preset("
+            f"{name!r})) to train it, or owner/name for a model of the Hugging Face hub"
+        )

@@ -13,6 +13,7 @@ from monoblock.config import model
 from monoblock.config.field_description import allows_none, describe_fields, list_choices, type_words
 from monoblock.config.knob_options import StyleKnobs
 from monoblock.config.knob_table import list_knobs, read_knob
+from monoblock.interop.huggingface.families import FAMILIES as PUBLISHED_FAMILIES
 from monoblock.recipes.schema import FAMILIES
 
 INTRODUCTION = """# Configurations
@@ -68,6 +69,9 @@ def build_config_page() -> str:
         _family_table(),
         "This is how the families differ. Where two values are given, the first is that of the encoder.",
         _family_knob_table(),
+        "## Published families",
+        f"Folders of {len(PUBLISHED_FAMILIES)} Hugging Face families (`model_type`) are read and written:",
+        ", ".join(sorted(map(code, PUBLISHED_FAMILIES))) + ".",
         "## Knobs",
         "A knob changes one choice everywhere in a model and keeps the rest. The default is that of the configuration "
         "classes, which a family or preset may change (see above); — means that the family or preset always decides.",
