@@ -6,7 +6,7 @@ the check that must name it, and words that its reason and its fix must contain.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -419,7 +419,7 @@ class Mistake:
     cells: style -> the replaced lines, or the reason why the mistake cannot be made in that style.
     check: the check that must name it.
     words: a part of the reason that a student understands.
-    fix: a part of the line to write.
+    fix: a part of the line to write; a mapping where it differs from style to style.
     hand_over: what the student gives to `mb.diagnose` beside the model; names of `Student`.
     """
 
@@ -427,8 +427,11 @@ class Mistake:
     cells: Mapping[str, Lines | str]
     check: str
     words: str
-    fix: str
-    hand_over: tuple[str, ...] = field(default=())
+    fix: str | Mapping[str, str]
+    hand_over: tuple[str, ...] = ()
+
+    def line(self, style: str) -> str:
+        return self.fix if isinstance(self.fix, str) else self.fix[style]
 
 
 def lines(*pairs: str) -> Lines:
@@ -496,6 +499,11 @@ M_BLOCKS = "self.layers = nn.ModuleList([TransformerBlock(D_MODEL, NUM_HEADS) fo
 N_SPLIT = "k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)"
 N_MODEL = "model = GPT(GPTConfig())"
 L_LOGITS = "logits = self.lm_head(x)"
+MASK_LINE = {
+    "lecture": "scores = scores.masked_fill(",
+    "nanogpt": "scores = scores.masked_fill(",
+    "multihead": "attn_mask=torch.triu(torch.ones(",
+}
 ZEROS = "for p in model.parameters():\n    if p.dim() > 1:\n        nn.init.zeros_(p)"
 
 IN_THE_MODULE = "nn.MultiheadAttention computes the softmax and the scale itself; no line of the student has them"
@@ -516,7 +524,7 @@ MISTAKES = (
         },
         "causality",
         "no causal mask is applied",
-        "scores.masked_fill(",
+        MASK_LINE,
     ),
     Mistake(
         "mask inverted",
@@ -525,9 +533,9 @@ MISTAKES = (
             "nanogpt": lines(N_MASK, N_MASK.replace("== 0", "== 1")),
             "multihead": lines(M_MASK, "mask = torch.tril(torch.ones(seq_len, seq_len, dtype=torch.bool))"),
         },
-        "causality",
+        "overflow",
         "the mask is inverted",
-        "scores.masked_fill(",
+        MASK_LINE,
     ),
     Mistake(
         "mask inverted, each token sees itself",
@@ -540,7 +548,7 @@ MISTAKES = (
         },
         "causality",
         "the mask is inverted",
-        "scores.masked_fill(",
+        MASK_LINE,
     ),
     Mistake(
         "mask filled with 0",
@@ -551,7 +559,7 @@ MISTAKES = (
         },
         "causality",
         "the mask is too weak",
-        "float('-inf')",
+        MASK_LINE,
     ),
     Mistake(
         "mask off by one",
@@ -581,7 +589,7 @@ MISTAKES = (
         },
         "causality",
         "no causal mask is applied",
-        "scores = scores.masked_fill(",
+        MASK_LINE,
     ),
     Mistake(
         "mask after the softmax",
@@ -613,7 +621,7 @@ MISTAKES = (
             "nanogpt": lines(N_SOFTMAX, "att = F.softmax(att, dim=1)"),
             "multihead": IN_THE_MODULE,
         },
-        "mask_after_softmax",
+        "overflow",
         "heads",
         "dim=-1",
     ),
@@ -635,7 +643,7 @@ MISTAKES = (
             "nanogpt": lines(N_SOFTMAX, "att = F.softmax(att, dim=0)"),
             "multihead": IN_THE_MODULE,
         },
-        "mask_after_softmax",
+        "overflow",
         "rows of the batch",
         "dim=-1",
     ),
@@ -693,7 +701,7 @@ MISTAKES = (
             ),
         },
         "positions",
-        "same position",
+        "all tokens get the same position",
         "torch.arange(T)",
     ),
     Mistake(
@@ -737,7 +745,7 @@ MISTAKES = (
         },
         "causality",
         "heads are split without a transpose",
-        ".view(B, T, heads, -1).transpose(1, 2)",
+        "q = q.view(B, T, heads, -1).transpose(1, 2)",
     ),
     Mistake(
         "no transpose when merging heads",
@@ -750,8 +758,8 @@ MISTAKES = (
             "multihead": "nn.MultiheadAttention merges the heads itself",
         },
         "causality",
-        "merged without a transpose",
-        ".transpose(1, 2).reshape(B, T, width)",
+        "heads are merged without a transpose",
+        "y = y.transpose(1, 2).reshape(B, T, width)",
     ),
     Mistake(
         "blocks never called",
@@ -809,7 +817,7 @@ MISTAKES = (
             "nanogpt": "its heads are slices of one product; there is no list of them",
             "multihead": "its heads are inside nn.MultiheadAttention; there is no list of them",
         },
-        "optimizer",
+        "gradient_flow",
         "Python list",
         "nn.ModuleList(",
     ),
@@ -832,7 +840,7 @@ MISTAKES = (
             ),
             "multihead": lines(M_BLOCKS, M_BLOCKS.replace("nn.ModuleList([", "[").replace("])", "]")),
         },
-        "optimizer",
+        "gradient_flow",
         "Python list",
         "nn.ModuleList(",
     ),

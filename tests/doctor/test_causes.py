@@ -182,10 +182,16 @@ CASES = [
     ),
     (GPT, "softmax over heads", "mask_after_softmax", "fail", "over the wrong axis, -3"),
     (Encoder, "softmax over queries", "mask_after_softmax", "fail", "queries share the weight of a key"),
-    (Encoder, "softmax over heads", "mask_after_softmax", "fail", "heads or rows instead of keys"),
+    (Encoder, "softmax over heads", "mask_after_softmax", "fail", "heads instead of keys"),
     (GPT, "sqrt(width)", "scale", "warn", "by sqrt(width) instead of sqrt(head size)"),
     (GPT, "dropout of 1", "dropout", "fail", "blocks.1.drop drops everything"),
-    (GPT, "no residual", "gradient_flow", "warn", "block 1 does not pass its input on"),
+    (
+        GPT,
+        "no residual",
+        "gradient_flow",
+        "warn",
+        "in layer 1 the result of the feed-forward layer replaces the stream x",
+    ),
     (GPT, "rotated values", "positions_twice", "warn", "the values are rotated"),
     (Repeating, "repeated", "position_offset", "warn", "positions repeat"),
 ]

@@ -10,6 +10,7 @@ from torch import nn
 
 from monoblock.config.presets import tiny
 from monoblock.doctor.diagnose import diagnose_model
+from monoblock.doctor.faults.fault import HOSTS, Fault, make_patient
 from monoblock.doctor.faults.table import FAULTS, diagnose_with_fault
 from monoblock.doctor.table import CHECKS
 from monoblock.errors import InputError
@@ -106,7 +107,30 @@ CAUSES = {
     "learning_rate_too_high": "too high",
     "learning_rate_too_low": "too low",
     "detached_block": "detached",
-    "no_residuals": "gradients vanish",
+    "shrinking_blocks": "gradients vanish",
+    "mask_filled_with_zero": "too weak: it sets or lowers masked scores by the finite value 0",
+    "heads_split_without_transpose": "heads are split without a transpose",
+    "heads_merged_without_transpose": "heads are merged without a transpose",
+    "mask_inverted": "the mask is inverted",
+    "softmax_over_heads": "over the heads",
+    "softmax_over_rows": "over the rows of the batch",
+    "scale_missing": "not divided by sqrt(head size)",
+    "scale_inverted": "multiplied by sqrt(head size)",
+    "no_positions": "does not use positions",
+    "one_position_for_all": "all tokens get the same position",
+    "untied_copy": "two tensors",
+    "one_block_for_all": "holds the same block 2 times",
+    "dropout_left_on": "on in evaluation",
+    "dropout_after_logits": "after the output layer",
+    "no_residuals": "the results of attention and of the feed-forward layer replace the stream",
+    "no_attention_residual": "the result of attention replaces the stream",
+    "no_feedforward_residual": "the result of the feed-forward layer replaces the stream",
+    "no_nonlinearity": "no non-linearity",
+    "blocks_not_called": "never called",
+    "blocks_not_registered": "plain Python list",
+    "weights_zero": "are all zero",
+    "residual_explosion": "grows",
+    "no_norms": "no norm is computed",
     "duplicate_heads": "equal queries",
     "dead_head": "output is zero",
     "nan_in_a_layer": "first appears in",
@@ -114,6 +138,13 @@ CAUSES = {
     "beta2_too_low": "beta2=0.5",
     "weight_decay_too_high": "weight_decay=2",
 }
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_host_without_its_fault_has_no_findings(host):
+    """The healthy control of each fault: the model that it is planted into."""
+    patient = make_patient(Fault("none", "nothing", "", lambda patient: None, host))
+    assert diagnose_model(patient.model).findings == []
 
 
 @pytest.mark.parametrize(("name", "words"), CAUSES.items())
@@ -131,6 +162,14 @@ def test_a_wrong_position_in_the_cache_is_told_from_a_missing_rotation():
     torch.manual_seed(0)
     report = diagnose_with_fault("cache_position_off_by_one", Transformer(tiny("llama-7b")))
     assert ["wrong position" in finding.reason for finding in report.findings] == [True]
+
+
+@pytest.mark.parametrize("axis", ["queries", "heads", "rows of the batch"])
+def test_a_softmax_over_another_axis_has_a_title_of_its_own(axis):
+    name = {"queries": "softmax_over_queries", "heads": "softmax_over_heads"}.get(axis, "softmax_over_rows")
+    report = report_with_fault(name)
+    assert [finding.title for finding in report.findings] == [f"the softmax is taken over the {axis}"]
+    assert f"FAIL  {report.findings[0].check}: the softmax is taken over the {axis}" in str(report)
 
 
 def test_every_check_has_a_fault_and_the_public_names():

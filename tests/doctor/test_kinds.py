@@ -190,7 +190,7 @@ class Decoder(nn.Module):
     [
         ("from the end", "causality", "how many tokens follow", "torch.arange(T)"),
         ("reshape", "causality", "a reshape without a transpose", ".transpose(1, 2)"),
-        ("softmax over heads", "overflow", "another axis than the keys", "softmax(-1)"),
+        ("softmax over heads", "overflow", "another axis than the keys, over the heads", "scores.softmax(dim=-1)"),
         ("softmax of logits", "overfit", "outputs are probabilities", "return logits"),
     ],
 )

@@ -197,12 +197,14 @@ def _keep_causes(report: Report, found: dict[str, tuple[Finding, Check, float]])
     """Keep the findings that no other finding explains."""
     explains = {check.name: check.explains for check in CHECKS}
     for name, (result, _, seconds) in found.items():
-        cause = next((other for other in found if name in explains.get(other, ()) and _is_cause(found, other)), None)
+        cause = next((other for other in found if _is_cause(found, other, name, explains.get(other, ()))), None)
         if cause is None:
             (report.unsupported if result.verdict == "unsupported" else report.findings).append(result)
         report.checks.append(CheckResult(name, result.verdict if cause is None else "explained", seconds, cause))
 
 
-def _is_cause(found: dict[str, tuple[Finding, Check, float]], name: str) -> bool:
-    """Return whether a finding is strong enough to explain others: a warning or a limit is not."""
-    return found[name][0].verdict == "fail" or name in ("softmax_precision", "scale", "initial_loss", "learning_rate")
+def _is_cause(found: dict[str, tuple[Finding, Check, float]], name: str, other: str, explains: Sequence[str]) -> bool:
+    """Return whether a finding explains another: a warning or a limit explains no other, with a few exceptions."""
+    cause = found[name][0]
+    is_strong = cause.verdict == "fail" or name in ("softmax_precision", "scale", "initial_loss", "learning_rate")
+    return other in cause.explains or (is_strong and other in explains)

@@ -140,8 +140,17 @@ class Examination:
         return distance > self.subject.tolerance * factor
 
 
-def finding(check: str, verdict: Verdict, evidence: Evidence, reason: str, fix: str) -> Finding:
-    return Finding(check, verdict, evidence, reason, fix, f"{DOCS}#{check}")
+def finding(
+    check: str,
+    verdict: Verdict,
+    evidence: Evidence,
+    reason: str,
+    fix: str,
+    title: str = "",
+    *,
+    explains: tuple[str, ...] = (),
+) -> Finding:
+    return Finding(check, verdict, evidence, reason, fix, f"{DOCS}#{check}", title, explains)
 
 
 def not_applicable(check: str, reason: str) -> NotChecked:

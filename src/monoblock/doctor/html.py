@@ -60,7 +60,7 @@ def _section(finding: Finding, picture: str) -> str:
     }
     items = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in rows.items())
     verdict = "not supported" if finding.verdict == "unsupported" else finding.verdict
-    title = html.escape(f"{verdict}: {finding.check}")
+    title = html.escape(f"{verdict}: {finding.heading}")
     return f'<section class="{finding.verdict}"><h2>{title}</h2><dl>{items}</dl>{picture}</section>'
 
 

@@ -2,8 +2,8 @@
 
 A `Recorder` sees every PyTorch operation of a forward pass, also inside a plain function.  It recognizes attention by
 its steps: a product of queries and keys, a softmax over it, and a product with the values.  On the way it follows for
-each tensor whether it depends on the token ids, by which numbers it was multiplied, and how often it was rotated by
-position.
+each tensor whether it depends on the token ids, by which numbers it was multiplied, how often it was rotated by
+position, and of which terms it is a sum: results of products with weights, rows of tables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from monoblock.doctor.records import COPIES, HOLDS, ID_FREE, KEEPS, AttentionRecord, PositionAdd, TableLookup
+from monoblock.doctor.records import (
+    COPIES,
+    HOLDS,
+    ID_FREE,
+    KEEPS,
+    NORMS,
+    PRODUCTS,
+    AttentionRecord,
+    PositionAdd,
+    Product,
+    TableLookup,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class _Lineage:
     rotations: int = 0
     scores: tuple[Tensor, Tensor] | None = None  # the queries and keys whose product it is
     record: AttentionRecord | None = None  # it holds the weights of this attention
-    added: frozenset[int] = frozenset()  # numbers of the additions of positions that it still holds as a sum
+    terms: frozenset[int] = frozenset()  # numbers of the products and positions that it holds as a sum
 
 
 _UNKNOWN = _Lineage()
@@ -45,6 +56,9 @@ class Recorder:
     position_adds: list[PositionAdd] = field(default_factory=list)
     lookups: list[TableLookup] = field(default_factory=list)
     token_tables: list[tuple[int, int]] = field(default_factory=list)  # shapes of tables that ids are looked up in
+    products: list[Product] = field(default_factory=list)
+    norms: int = 0  # operations of which norms are made
+    same_adds: int = 0  # additions of one and the same vector to all tokens, before the first attention
     random_draws: int = 0
     states: Tensor | None = None  # the last result with a vector for each token, (B, T, D)
 
@@ -55,6 +69,8 @@ class Recorder:
         self._shape = inputs[0].shape if inputs else torch.Size()
         self._lengths = {tensor.shape[1] for tensor in inputs if tensor.dim() > 1}
         self._in_fused = False
+        self._count = 0  # of terms
+        self._unmasked: dict[int, Tensor] = {}  # scores of which masked_fill made a masked copy
         self._written: set[int] = set()  # memory that values which depend on the ids were written into
         for tensor in inputs:
             self._set(tensor, _Lineage(depends=True))
@@ -65,7 +81,7 @@ class Recorder:
                 yield self
         finally:
             torch.backends.mha.set_fastpath_enabled(fastpath)
-            self._lineages = {}
+            self._lineages, self._unmasked = {}, {}
 
     # -- lineages -------------------------------------------------------------------------------------------------
 
@@ -88,9 +104,12 @@ class Recorder:
         tensors = [a for a in _flatten(args) if isinstance(a, Tensor)]
         count = len(self.position_adds)
         lineage = self._result_lineage(name, args, kwargs, tensors, result)
-        if name in HOLDS:
-            held = frozenset(range(count, len(self.position_adds))).union(*(self._get(t).added for t in tensors))
-            lineage = lineage if lineage.added == held else replace(lineage, added=held)
+        terms = self._terms(name, args, tensors, lineage, result)
+        terms |= frozenset(added.number for added in self.position_adds[count:])
+        lineage = lineage if lineage.terms == terms else replace(lineage, terms=terms)
+        self.norms += name in NORMS and lineage.depends
+        if name == "masked_fill" and lineage.scores is not None:
+            self._unmasked[id(args[0])] = args[0]
         for out in _flatten([result]):
             if isinstance(out, Tensor):
                 self._set(out, lineage)
@@ -98,6 +117,30 @@ class Recorder:
                     self.states = out
                 if name.endswith("_") and lineage.depends:
                     self._written.add(_storage(out))  # a part of a buffer, such as a cache
+
+    def _terms(
+        self, name: str, args: Sequence[Any], tensors: list[Tensor], lineage: _Lineage, result: Any
+    ) -> frozenset[int]:
+        """Return the terms that the result of an operation holds as a sum."""
+        if name in HOLDS:
+            is_zero = name in ("mul", "mul_") and not isinstance(args[1], Tensor) and args[1] == 0
+            return frozenset() if is_zero else frozenset().union(*(self._get(t).terms for t in tensors))
+        if name.startswith("_scaled_dot_product") and self.attentions:
+            return frozenset([self.attentions[-1].term])
+        if not lineage.depends or (name not in PRODUCTS and name != "embedding"):
+            return frozenset()
+        given = next((t for t in tensors[-2:] if self._get(t).depends), tensors[0])
+        held = self._get(tensors[0]).terms if "add" in name else frozenset[int]()  # addmm(x, a, b) is x + a @ b
+        return held | {self._new_term(given, result, is_lookup=name == "embedding")}
+
+    def _new_term(self, given: Tensor, result: Tensor, *, is_lookup: bool = False) -> int:
+        self._count += 1
+        reads = self._get(given).terms
+        self.products.append(Product(self._count, given, result, reads, is_lookup=is_lookup))
+        attention = self._get(given).record
+        if attention is not None and attention.term < 0:
+            attention.term = self._count
+        return self._count
 
     def _result_lineage(
         self, name: str, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor], result: Any
@@ -182,6 +225,8 @@ class Recorder:
         q, k, flat_scores, flat_weights = (t.reshape(-1, *t.shape[-2:]) for t in (q, k, scores, weights))
         record = AttentionRecord(q, k, flat_scores, flat_weights, lineage.factor, lineage.rotations, scores.dtype)
         record.softmax_axis = dim if dim < 0 else dim - scores.dim()
+        record.scores_dim, record.query_terms = scores.dim(), self._get(lineage.scores[0]).terms
+        record.is_mask_lost = id(scores) in self._unmasked
         self.attentions.append(record)
         return _Lineage(depends=True, record=record)
 
@@ -204,7 +249,10 @@ class Recorder:
                 flat_q, flat_k, scores, weights, factor, rotations, torch.float32, True, flat_v, used_weights=weights
             )
         )
-        self.attentions[-1].value_rotations = self._get(v).rotations
+        record = self.attentions[-1]
+        record.value_rotations, record.query_terms = self._get(v).rotations, query.terms
+        self._count += 1
+        record.term = self._count
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -222,15 +270,20 @@ class Recorder:
             return
         x, added = (a, b) if self._get(a).depends else (b, a)
         lineage = self._get(x)
-        if not lineage.depends or self._get(added).depends or lineage.scores is not None or added.dim() < 2:
+        if not lineage.depends or self._get(added).depends or lineage.scores is not None:
             return
-        if not added.is_floating_point() or x.dim() != 3 or not self._varies(added):
+        if not added.is_floating_point() or x.dim() != 3:
+            return
+        if not self._varies(added):
+            is_stream = any(p.is_lookup and p.number in lineage.terms for p in self.products)
+            self.same_adds += is_stream and not self.attentions and bool(added.any())
             return
         axis = next(i for i, size in enumerate(added.shape[:-1]) if size in self._lengths and size > 1)
         vectors = added.movedim(axis, 0).reshape(added.shape[axis], -1, added.shape[-1])[:, 0]
         if vectors.isfinite().all():
             vectors = vectors.detach().float().clone()
-            self.position_adds.append(PositionAdd(vectors, len(self.attentions), lineage.added))
+            self._count += 1
+            self.position_adds.append(PositionAdd(vectors, len(self.attentions), self._count, lineage.terms))
 
 
 def _attention_by_hand(
@@ -313,5 +366,6 @@ class _FusedAttention(TorchFunctionMode):
         with recorder._paused():
             out = func(*args, **kwargs)
         recorder.note_fused(q, k, v, options)
-        recorder._set(out, _Lineage(depends=recorder._get(q).depends))
+        is_known = recorder._get(q).depends
+        recorder._set(out, _Lineage(is_known, terms=frozenset([recorder.attentions[-1].term] if is_known else [])))
         return out

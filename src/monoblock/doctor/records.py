@@ -104,7 +104,24 @@ KEEPS = frozenset(
     ]
 )
 
-# Operations whose result still holds, as a sum, the position vectors that were added to their first tensor.
+# Products with weights, whose result is a term of its own.
+PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "_addmm_activation"])
+# Operations of which norms are made.
+NORMS = frozenset(
+    [
+        "native_layer_norm",
+        "_fused_rms_norm",
+        "native_batch_norm",
+        "_native_batch_norm_legit_no_training",
+        "native_group_norm",
+        "linalg_vector_norm",
+        "rsqrt",
+        "sqrt",
+        "std",
+        "norm",
+    ]
+)
+# Operations whose result still holds, as a sum, the terms of their tensors: products and position vectors.
 HOLDS = COPIES | KEEPS | {"mul", "mul_", "div", "div_", "native_layer_norm", "_fused_rms_norm"}
 
 MASKED = -5e3  # masks are written as -inf, the least number of a dtype, -1e9 or -1e4
@@ -126,6 +143,10 @@ class AttentionRecord:
     used_weights: Tensor | None = None  # what the values were multiplied by
     softmax_axis: int = -1  # of the scores, counted from the last
     value_rotations: int = 0  # how often the position rotated the values
+    scores_dim: int = 3  # axes of the scores: (B, T, S), (B, H, T, S)
+    is_mask_lost: bool = False  # masked_fill was called on the scores, and its result was not used
+    query_terms: frozenset[int] = frozenset()  # what the queries hold as a sum
+    term: int = -1  # the number of its result
 
     @property
     def size(self) -> int:
@@ -139,12 +160,24 @@ class AttentionRecord:
 
 
 @dataclass
+class Product:
+    """A term of the stream: a product with weights, or rows of a table that ids are looked up in."""
+
+    number: int
+    given: Tensor
+    result: Tensor
+    reads: frozenset[int]  # the terms that `given` holds
+    is_lookup: bool = False
+
+
+@dataclass
 class PositionAdd:
     """Positions (T, D) added to the embeddings of the tokens; `attentions` had run before."""
 
     vectors: Tensor
     attentions: int
-    before: frozenset[int] = frozenset()  # numbers of the additions that the stream holds already
+    number: int
+    before: frozenset[int] = frozenset()  # the terms that the stream holds already
 
 
 @dataclass

@@ -28,6 +28,12 @@ class Finding:
     reason: str
     fix: str
     docs: str = ""
+    title: str = ""  # what is wrong in a few words, where the name of the check does not say it
+    explains: tuple[str, ...] = ()  # findings of further checks that have the same cause
+
+    @property
+    def heading(self) -> str:
+        return f"{self.check}: {self.title}" if self.title else self.check
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -126,7 +132,7 @@ def format_report(report: Report) -> str:
     for finding in (*report.findings, *report.unsupported):
         lines += [
             "",
-            f"{WORDS[finding.verdict]}  {finding.check}",
+            f"{WORDS[finding.verdict]}  {finding.heading}",
             f"  evidence  {format_evidence(finding.evidence)}",
             f"  reason    {finding.reason}",
             f"  fix       {finding.fix}",

@@ -12,6 +12,7 @@ from monoblock.doctor.examination import Examination, finding
 from monoblock.doctor.records import AttentionRecord
 from monoblock.doctor.report import Finding
 
+AXIS_FIX = "take the softmax over the keys: weights = scores.softmax(dim=-1)"
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -40,6 +41,8 @@ def check_scale(exam: Examination) -> Finding | None:
         if type(exam.subject).__name__ == "TransformersSubject" and record.scale < 0.99:
             continue  # a factor of its own that the configuration does not state
         what = "are not divided by sqrt(head size)" if ratio > 1 else "are divided by sqrt(head size) more than once"
+        if math.isclose(record.scale, record.size**0.5, rel_tol=0.02):
+            what = "are multiplied by sqrt(head size) instead of divided by it"
         return finding(
             "scale",
             "fail" if ratio > 1 else "warn",
@@ -107,7 +110,7 @@ def _axis_finding(exam: Examination, axis: int, sums: Tensor, layer: int) -> Fin
         "axis": axis,
         "layer": layer,
     }
-    others = "queries" if axis == -2 else "heads or rows"
+    others = softmax_over(exam.recorded.attentions[layer])
     reason = (
         f"the softmax is taken over the wrong axis, {axis}: {others} instead of keys (-1). The weights of a query do "
         f"not sum to 1, and {others} share the weight of a key"
@@ -116,8 +119,13 @@ def _axis_finding(exam: Examination, axis: int, sums: Tensor, layer: int) -> Fin
         evidence["change_by_later_tokens"] = leak
         how = "later queries share it too" if axis == -2 else "a masked key gets as much weight as all others there"
         reason += f". The future leaks in, even if the mask of the scores is right: {how}"
-    fix = "take the softmax over the keys: weights = scores.softmax(dim=-1)"
-    return finding("mask_after_softmax", "fail", evidence, reason, fix)
+    return finding("mask_after_softmax", "fail", evidence, reason, AXIS_FIX, f"the softmax is taken over the {others}")
+
+
+def softmax_over(record: AttentionRecord) -> str:
+    """Return what the axis of a softmax over scores (B, H, T, S) or (B, T, S) stands for."""
+    names = ("keys", "queries", *(("heads",) if record.scores_dim > 3 else ()), "rows of the batch")
+    return names[min(-record.softmax_axis, len(names)) - 1]
 
 
 def check_softmax_precision(exam: Examination) -> Finding | None:

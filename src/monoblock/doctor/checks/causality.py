@@ -11,8 +11,15 @@ from monoblock.doctor.report import Finding
 
 SEEN = 1e-7  # weights on later keys below this are rounding: exp(-16)
 CONSEQUENCE = "In training the model can copy the answer; in generation there is nothing to copy"
+HIDDEN = "torch.triu(torch.ones(T, T, dtype=torch.bool), diagonal=1)"  # true for the keys after each query
 MASK_FIX = (
-    "allow a query at position i the keys j <= i in every layer: scores.masked_fill(j > i, -inf) before the softmax"
+    f"hide the keys after each query in every layer, before the softmax: scores = scores.masked_fill({HIDDEN}, "
+    "float('-inf'))"
+)
+MODULE_FIX = f"hide the keys after each query in every layer: self.attention(x, x, x, attn_mask={HIDDEN})"
+FUSED_FIX = (
+    "hide the keys after each query in every layer: F.scaled_dot_product_attention(q, k, v, is_causal=True), or "
+    f"attn_mask=~{HIDDEN}"
 )
 
 
@@ -26,7 +33,7 @@ def check_causality(exam: Examination) -> Finding | None:
             "fail",
             {"gradient_from_the_future": leak},
             "the output at a token has a gradient with respect to later tokens, so training uses the future",
-            "apply the causal mask in every layer, before the softmax",
+            MASK_FIX,
         )
     if not worst and exam.long_ids is not None:
         ids = exam.long_ids
@@ -106,10 +113,13 @@ def _cause(exam: Examination, ids: Tensor, reaches: list[int]) -> tuple[str, str
     T, source, reach = ids.shape[1], exam.subject.source, max(reaches)
     records = exam.record(ids[:2].clone()).attentions if source is None or source.shape[1] != T else []
     records = [record for record in records if record.weights.shape[-2:] == (T, T)]
+    fix = mask_fix(exam, records)
     leaking = [layer for layer, record in enumerate(records) if bool(_later(record).any())]
     if not records:
         return _cause_without_attention(exam, is_all=reach >= T - 2)
     if not leaking:
+        if (found := _heads_not_transposed(exam)) is not None:
+            return found
         if reach < T - 2 and reach <= 2 * min(reaches):  # as far from every place
             what = "a convolution or a shift reads later tokens"
             fix = "pad convolutions on the left only: F.pad(x, (kernel - 1, 0)); shift to the right only"
@@ -130,7 +140,15 @@ def _cause(exam: Examination, ids: Tensor, reaches: list[int]) -> tuple[str, str
             )
         return f"the mask of attention is right, but information crosses positions outside attention: {what}", fix
     where = "" if len(leaking) == len(records) else f" in layer {leaking[0]}"
-    return _mask_cause(records[leaking[0]], where)
+    return _mask_cause(records[leaking[0]], where, fix)
+
+
+def mask_fix(exam: Examination, records: list[AttentionRecord]) -> str:
+    """Return the line that applies a causal mask, in the words of the model."""
+    modules = [] if exam.subject.module is None else exam.subject.module.modules()
+    if any(isinstance(module, nn.MultiheadAttention) for module in modules):
+        return MODULE_FIX
+    return FUSED_FIX if any(record.is_fused for record in records) else MASK_FIX
 
 
 def _cause_without_attention(exam: Examination, *, is_all: bool) -> tuple[str, str]:
@@ -163,26 +181,26 @@ def _later(record: AttentionRecord) -> Tensor:
     return (weights.float().nan_to_num() > SEEN).any(0).triu(1)
 
 
-def _mask_cause(record: AttentionRecord, where: str) -> tuple[str, str]:
+def _mask_cause(record: AttentionRecord, where: str, fix: str) -> tuple[str, str]:
     later, T = _later(record), record.weights.shape[-1]
     distance = (torch.arange(T)[None, :] - torch.arange(T)[:, None]).to(later.device)
     if not bool((record.weights.float().nan_to_num() > SEEN).any(0).tril(-1).any()):
         return (
             f"the mask is inverted{where}: query i sees the keys after it and none before it",
-            MASK_FIX + "; torch.triu(ones, diagonal=1) is what must be hidden",
+            fix,
         )
     farthest = int(distance[later].max())
     if farthest <= 2 < T - 1:
         return (
             f"the mask is off by {'one' if farthest == 1 else 'two'}{where}: query i also sees key i + {farthest}",
-            MASK_FIX + "; torch.triu(ones, diagonal=1) is what must be hidden",
+            fix,
         )
     value = _value_of_mask(record, distance > 0)
     if value is not None:
         return (
             f"the mask is too weak{where}: it sets or lowers masked scores by the finite value {value:.3g}, which "
             "leaves later keys a weight above 0",
-            "use -inf in place of it: scores.masked_fill(j > i, float('-inf')); do not multiply scores by the mask",
+            "use float('-inf') in place of it, and do not multiply scores by the mask; " + fix,
         )
     queries = later.any(1)[:-1]
     first = int(queries.int().argmax())
@@ -192,8 +210,10 @@ def _mask_cause(record: AttentionRecord, where: str) -> tuple[str, str]:
             "build the mask for the length of the text, torch.ones(T, T).tril(), not for a fixed size",
         )
     if float(later.sum()) < 0.9 * T * (T - 1) / 2:
-        return f"the mask hides only a part of the later keys{where}", MASK_FIX
-    return f"no causal mask is applied{where}", MASK_FIX
+        return f"the mask hides only a part of the later keys{where}", fix
+    if record.is_mask_lost:
+        return f"no causal mask is applied{where}: masked_fill is called, but what it returns is not used", fix
+    return f"no causal mask is applied{where}", fix
 
 
 def _value_of_mask(record: AttentionRecord, later: Tensor) -> float | None:
@@ -205,17 +225,49 @@ def _value_of_mask(record: AttentionRecord, later: Tensor) -> float | None:
         return float(scores[:, later].mean())
     if record.scale is None:
         return None
-    added = scores - record.query.float() @ record.key.float().mT * _own_scale(record)
+    products = record.query.float() @ record.key.float().mT
+    slope, offset = _line(products[:, ~later], scores[:, ~later])
+    added = scores - slope * products - offset
     constant = float(added[:, later].mean())
     is_constant = float((added[:, later] - constant).abs().max()) < 1e-3 * max(1.0, abs(constant))
     return constant if is_constant and constant < -0.1 and float(added[:, ~later].abs().max()) < 1e-3 else None
 
 
-def _own_scale(record: AttentionRecord) -> float:
-    """Return the factor between the recorded queries and keys and the scores, from the scores that are not masked."""
-    products = (record.query.float() @ record.key.float().mT)[:, 0, 0]
-    place = int(products.abs().argmax())
-    return float(record.scores.float()[place, 0, 0] / products[place])
+def _line(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Return slope and offset of the line through points: the factor on scores, and a number added to all of them."""
+    centered = x - x.mean()
+    slope = float((centered * y).sum() / centered.square().sum().clamp(min=1e-30))
+    return slope, float(y.mean()) - slope * float(x.mean())
+
+
+def _heads_not_transposed(exam: Examination) -> tuple[str, str] | None:
+    """Look at the first attention: each token moves a slice of every head, and heads lie side by side in what is read.
+
+    Without a transpose, a head is made of a few whole tokens, and a token of pieces of several tokens.
+    """
+    ids, recorder = exam.ids[:2], exam.recorded
+    first = recorder.attentions[0]
+    if len(first.query) % 2 or first.value is None or first.used_weights is None:
+        return None
+    changed = ids.clone()
+    changed[:, 1] = exam.subject.other_tokens(ids)[:, 1]
+    moved = (exam.record(changed).attentions[0].query - first.query).abs().amax((1, 2)) > 0  # of each row and head
+    if not bool(moved.all()):
+        return (
+            "heads are split without a transpose: a reshape without a transpose makes each head of a few whole tokens, "
+            "not of a slice of every token",
+            "split heads by q = q.view(B, T, heads, -1).transpose(1, 2), and k and v in the same way",
+        )
+    out = (first.used_weights.float() @ first.value.float()).unflatten(0, (2, -1))[:, 0]  # (B, T, K)
+    for given in (p.given.float() for p in recorder.products if first.term in p.reads):
+        parts = given.reshape(2, -1, *out.shape[1:]) if given.numel() % out.numel() == 0 else given[None, :0]
+        if parts.shape[1] > 1 and any(torch.allclose(part, out, atol=1e-6) for part in parts.unbind(1)):
+            return (
+                "heads are merged without a transpose: a reshape without a transpose makes a token of pieces of "
+                "several tokens",
+                "merge heads by y = y.transpose(1, 2).reshape(B, T, width)",
+            )
+    return None
 
 
 def _gradient_leak(exam: Examination) -> float:

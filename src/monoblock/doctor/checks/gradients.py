@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from monoblock.doctor.checks import wiring
 from monoblock.doctor.checks.numerics import find_blocks
 from monoblock.doctor.examination import Examination, finding
 from monoblock.doctor.report import Finding
@@ -26,6 +26,8 @@ def check_gradient_flow(exam: Examination) -> Finding | None:
             "no weight of the model takes part in training: requires_grad is False everywhere",
             "call model.requires_grad_(True), or leave the layers to train unfrozen",
         )
+    if (found := wiring.check_registered(exam)) is not None:
+        return found
     blocks, used = find_blocks(module), set[nn.Module]()
     gradients = _gradients(exam, list(parameters.values()), used)
     if gradients is None:
@@ -45,22 +47,15 @@ def check_gradient_flow(exam: Examination) -> Finding | None:
         exam.pictures["gradient norm by layer"] = by_block
     largest = max(sizes.values())
     without = [index for index, size in enumerate(by_block) if size == 0.0]
+    if found := wiring.check_initialized(exam) or wiring.check_called(blocks, without, used):
+        return found
     if largest == 0 or without:
         return finding(
             "gradient_flow",
             "fail",
             {"blocks_without_gradient": len(without), "blocks": len(by_block)},
-            f"no gradient reaches the blocks {without[:8]}: something above them is detached, or they are not used",
-            "remove .detach(), .data and torch.no_grad() from the forward pass, and check that every block is called",
-        )
-    if len(by_block) > 1 and max(by_block) / max(min(by_block), 1e-30) > 1e3 and by_block[0] < by_block[-1]:
-        ratio = by_block[0] / by_block[-1]
-        return finding(
-            "gradient_flow",
-            "warn",
-            {"first_block": by_block[0], "last_block": by_block[-1], "ratio": ratio},
-            f"gradients vanish on their way down: the first block gets {ratio:.1g} of what the last one gets",
-            "add residual connections, x = x + sublayer(norm(x)), and normalize before each sublayer",
+            f"no gradient reaches the blocks {without[:8]}: something above them is detached",
+            "remove .detach(), .data and torch.no_grad() from the forward pass",
         )
     reached = {id(p) for p, g in zip(parameters.values(), gradients, strict=True) if g is not None}
     cut_off = [name for name in parameters if _is_cut_off(module, blocks, used, reached, name)]
@@ -74,62 +69,18 @@ def check_gradient_flow(exam: Examination) -> Finding | None:
             "remove .detach(), .data and torch.no_grad() after these weights; freeze weights on purpose with "
             "requires_grad_(False)",
         )
-    return _check_residuals(exam, blocks)
-
-
-def _check_residuals(exam: Examination, blocks: list[nn.Module]) -> Finding | None:
-    """Compare the blocks by how much of their input they pass on: one without a residual connection passes on none."""
-    slopes = _slopes(exam, blocks)
-    lowest = min(slopes, key=lambda slope: slope[0] + slope[1], default=(1.0, 0.0))
-    highest = max(slopes, key=lambda slope: slope[0] - slope[1], default=(0.0, 0.0))
-    if sum(lowest) > 0.3 or highest[0] - highest[1] < 0.5:
-        return None
-    index = slopes.index(lowest)
-    return finding(
-        "gradient_flow",
-        "warn",
-        {"passed_on": lowest[0], "most_passed_on": highest[0], "block": index},
-        f"block {index} does not pass its input on, while others do: one of its residual connections is missing",
-        "add the input to the output of every sublayer: x = x + sublayer(norm(x))",
-    )
-
-
-def _slopes(exam: Examination, blocks: list[nn.Module]) -> list[tuple[float, float]]:
-    """Estimate the mean slope of the outputs of each block by the same inputs, and four standard errors of it.
-
-    The slope is 1 plus a little with residual connections and about 0 without; a norm after the block divides it by
-    a number, but then the slopes of one output by the other inputs stay small, and it counts as 1.
-    """
-    pairs: list[tuple[Tensor, Tensor]] = []
-    slopes: list[tuple[float, float]] = []
-
-    def hook(block: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
-        given = [t for t in (*inputs, *options.values()) if isinstance(t, Tensor) and t.requires_grad]
-        hidden = output[0] if isinstance(output, tuple) else output
-        if given and isinstance(hidden, Tensor) and hidden.dim() == 3 and given[0].shape == hidden.shape:
-            pairs.append((given[0], hidden))
-
-    handles = [block.register_forward_hook(hook, with_kwargs=True) for block in blocks]
-    try:
-        with exam.subject.evaluating(), torch.enable_grad():
-            exam.subject.logits(exam.ids[:2])
-            if len(pairs) != len(blocks):
-                return []
-            for given, hidden in pairs:
-                probe = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3)).to(hidden)
-                product = torch.autograd.grad(hidden, given, probe, retain_graph=True, allow_unused=True)[0]
-                if product is None:
-                    return []
-                size = float(product.norm() / probe.norm())
-                slope = float((product * probe).sum() / probe.square().sum())
-                is_scaled = slope > 0.3 * size  # nearly a multiple of the identity
-                slopes.append((max(slope, 1.0) if is_scaled else slope, 4 * size / math.sqrt(probe.numel())))
-    except RuntimeError:  # an operation without a gradient
-        return []
-    finally:
-        for handle in handles:
-            handle.remove()
-    return slopes
+    if found := wiring.check_residuals(exam):
+        return found
+    if len(by_block) > 1 and max(by_block) / max(min(by_block), 1e-30) > 1e3 and by_block[0] < by_block[-1]:
+        ratio = by_block[0] / by_block[-1]
+        return finding(
+            "gradient_flow",
+            "warn",
+            {"first_block": by_block[0], "last_block": by_block[-1], "ratio": ratio},
+            f"gradients vanish on their way down: the first block gets {ratio:.1g} of what the last one gets",
+            "pass the stream on as it is, x = x + sublayer(norm(x)), and normalize before each sublayer",
+        )
+    return wiring.check_nonlinearity(exam)
 
 
 def _gradients(exam: Examination, parameters: list[nn.Parameter], used: set[nn.Module]) -> Any:

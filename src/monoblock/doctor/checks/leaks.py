@@ -89,7 +89,7 @@ def check_batch(exam: Examination) -> Finding | None:
             {"batch_norms": len(norms)},
             "a batch norm averages over rows and positions while it trains, also over padding and later tokens, and "
             "uses other numbers in evaluation",
-            "use nn.LayerNorm or nn.RMSNorm, which normalize each token by itself",
+            "write self.norm = nn.LayerNorm(width), which normalizes each token by itself: x = self.norm(x)",
         )
     return _batch_finding(
         exam, run, output, {"difference_with_other_neighbours": neighbours, "difference_alone": alone}

@@ -6,7 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from monoblock.doctor.checks.attention import AXIS_FIX, softmax_over
+from monoblock.doctor.checks.causality import mask_fix
+from monoblock.doctor.checks.wiring import check_norms
 from monoblock.doctor.examination import Examination, finding
+from monoblock.doctor.records import AttentionRecord
 from monoblock.doctor.report import Finding
 
 FP16_MAX = 65_504.0
@@ -67,15 +71,9 @@ def check_overflow(exam: Examination) -> Finding | None:
         reason = f"NaN or inf first appears in {name}"
         if (layer := _layer_without_keys(exam)) is None:
             return _overflow_finding({"first_bad_module": name}, reason)
-        return finding(
-            "overflow",
-            "fail",
-            {"first_bad_module": name, "attention_layer": layer},
-            f"{reason}, because the softmax of attention in layer {layer} is given rows of -inf only: a query sees no "
-            "key at all, or the softmax is taken over another axis than the keys",
-            "take the softmax over the keys, scores.softmax(-1), and let each query see a key; one at padding may see "
-            "itself",
-        )
+        because, fix, title = _why_without_keys(exam, exam.recorded.attentions[layer])
+        reason += f", because {because} in attention layer {layer}"
+        return finding("overflow", "fail", {"first_bad_module": name, "attention_layer": layer}, reason, fix, title)
     if not watch.largest:
         return None
     name = max(watch.largest, key=lambda key: watch.largest[key])
@@ -98,6 +96,30 @@ def _layer_without_keys(exam: Examination) -> int | None:
     return None
 
 
+def _why_without_keys(exam: Examination, record: AttentionRecord) -> tuple[str, str, str]:
+    """Return why a softmax is given rows of -inf only, the line to write, and a title."""
+    if record.softmax_axis != -1:
+        others = softmax_over(record)
+        return (
+            f"the softmax is taken over another axis than the keys, over the {others} (dim={record.softmax_axis}): the "
+            "scores that the mask hides are -inf in all of them, and the softmax of -inf alone is NaN",
+            AXIS_FIX,
+            f"the softmax is taken over the {others}",
+        )
+    seen = record.visible.any(0)
+    if seen.shape[0] == seen.shape[1] and not bool(seen.tril(-1).any()) and bool(seen.triu(1).any()):
+        return (
+            "the mask is inverted: query i sees the keys after it and none before it, and the last query sees none,",
+            mask_fix(exam, [record]),
+            "the mask is inverted",
+        )
+    return (
+        "a query sees no key at all, and its softmax is given a row of -inf only,",
+        "let each query see a key; one at padding may see itself: mask = mask | torch.eye(T, dtype=torch.bool)",
+        "a query sees no key",
+    )
+
+
 def _overflow_finding(evidence: dict[str, float | int | str], reason: str) -> Finding:
     return finding(
         "overflow",
@@ -111,6 +133,8 @@ def _overflow_finding(evidence: dict[str, float | int | str], reason: str) -> Fi
 
 def check_residual_growth(exam: Examination) -> Finding | None:
     """Compare the norm of the hidden states after the last block with that after the first."""
+    if found := check_norms(exam):
+        return found
     norms = block_norms(exam)
     if len(norms) < 2:
         return None

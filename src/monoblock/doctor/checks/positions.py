@@ -30,6 +30,17 @@ def check_positions(exam: Examination) -> Outcome:
         return _check_swap(exam)
     if not all(_is_blind(record) for record in records):
         return None
+    if exam.recorded.same_adds:
+        return finding(
+            "positions",
+            "fail",
+            {"layers_without_positions": len(records), "tokens_repeated": length},
+            "all tokens get the same position: one vector is added to all of them, so a repeated token has the same "
+            "queries, keys and scores at every place, and the order of words is lost but for what the mask tells",
+            "give each token its own position: x = token(ids) + position(torch.arange(T))",
+            "all tokens get the same position",
+            explains=("causality",),
+        )
     return finding(
         "positions",
         "fail",
@@ -96,7 +107,7 @@ def check_positions_twice(exam: Examination) -> Outcome:
     """Look for the same position vectors added twice to one stream, and for queries and keys rotated twice."""
     recorder = exam.recorded
     for index, first in enumerate(recorder.position_adds):
-        again = [a for a in recorder.position_adds[index + 1 :] if index in a.before and _is_same(first, a)]
+        again = [a for a in recorder.position_adds[index + 1 :] if first.number in a.before and _is_same(first, a)]
         if again:
             return _added_again(first, again)
     rotations = max((record.rotations for record in recorder.attentions), default=0)

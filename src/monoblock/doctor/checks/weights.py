@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from monoblock.doctor.checks.training_start import restoring
+from monoblock.doctor.checks.wiring import check_shared_blocks
 from monoblock.doctor.examination import Examination, finding, not_applicable
 from monoblock.doctor.report import Finding, Outcome
 from monoblock.doctor.subject import difference
@@ -33,6 +35,8 @@ def _embedding_and_output(exam: Examination) -> tuple[torch.Tensor, torch.Tensor
 
 def check_tying(exam: Examination) -> Outcome:
     """Compare the storage of the token embedding with that of the output matrix."""
+    if found := check_shared_blocks(exam):
+        return found
     pair = _embedding_and_output(exam)
     if pair is None and exam.subject.declared.tied:
         return None  # there is no second matrix that could differ
@@ -87,7 +91,8 @@ def check_dropout(exam: Examination) -> Finding | None:
     module = exam.subject.module
     if module is None:
         return None
-    return _check_probabilities(exam, module) or _check_mode_of_generation(exam, module)
+    found = _check_logits_kept(exam, module) or _check_probabilities(exam, module)
+    return found or _check_mode_of_generation(exam, module)
 
 
 def _dropouts(module: nn.Module) -> dict[str, float]:
@@ -126,6 +131,25 @@ def _check_mode_of_generation(exam: Examination, module: nn.Module) -> Finding |
         {"dropouts_that_are_on": len(active), "dropouts": len(dropouts)},
         "text is generated in training mode: model.eval() is not called before, so that dropout changes every token",
         "call model.eval() before you generate, and model.train() before training goes on",
+    )
+
+
+def _check_logits_kept(exam: Examination, module: nn.Module) -> Finding | None:
+    """Run once in training mode: a dropout after the logits sets some of them to 0."""
+    with restoring(module), exam.subject.evaluating():
+        module.train()
+        output = exam.subject.logits(exam.ids)
+    dropped = float((output == 0).float().mean())
+    if dropped < 0.01 or bool((exam.output == 0).any()):
+        return None
+    return finding(
+        "dropout",
+        "fail",
+        {"share_of_logits_set_to_0": dropped},
+        f"in training {dropped:.0%} of the logits are set to 0, because dropout comes after the output layer: the loss "
+        "is computed from scores of which some are lost, often that of the right token",
+        "put dropout before the output layer, or leave it out there: return self.head(x)",
+        "dropout after the logits",
     )
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from monoblock.config.knobs import vary
-from monoblock.config.model import EmbeddingConfig, HeadConfig, Learned, ModelConfig, Rotary
+from monoblock.config.model import EmbeddingConfig, FeedForwardConfig, HeadConfig, Learned, ModelConfig, Rotary
 from monoblock.config.presets import tiny
 from monoblock.errors import InputError
+from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 
 
@@ -24,10 +25,14 @@ class Patient:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def blocks(self) -> list[Any]:
+    def stack(self) -> Stack:
         stack = self.model.decoder or self.model.encoder
         assert stack is not None
-        return stack.blocks
+        return stack
+
+    @property
+    def blocks(self) -> list[Any]:
+        return self.stack.blocks
 
     @property
     def vocab(self) -> int:
@@ -74,9 +79,13 @@ def _deep() -> ModelConfig:
     return replace(config, decoder=replace(config.decoder, pattern=(replace(config.decoder.pattern[0], times=6),)))
 
 
-def _attentions(config: ModelConfig) -> list[Any]:
+def _blocks(config: ModelConfig) -> list[Any]:
     stack = config.decoder or config.encoder
-    return [block.attention for block in stack.layers()] if stack is not None else []
+    return list(stack.layers()) if stack is not None else []
+
+
+def _attentions(config: ModelConfig) -> list[Any]:
+    return [block.attention for block in _blocks(config)]
 
 
 def _reads_text(config: ModelConfig) -> bool:
@@ -91,6 +100,24 @@ HOSTS: dict[str, tuple[Callable[[ModelConfig], bool], Callable[[], ModelConfig],
         lambda c: c.family == "decoder-only" and len(_attentions(c)) >= 6,
         _deep,
         "a decoder of at least six layers",
+    ),
+    "sequential decoder": (
+        lambda c: c.family == "decoder-only" and len(_blocks(c)) > 1 and not any(b.is_parallel for b in _blocks(c)),
+        lambda: tiny("gpt2"),
+        "a decoder of several layers whose attention and feed-forward layer follow each other",
+    ),
+    "decoder without gates": (
+        lambda c: (
+            c.family == "decoder-only"
+            and all(isinstance(b.feedforward, FeedForwardConfig) and not b.feedforward.gated for b in _blocks(c))
+        ),
+        lambda: tiny("gpt2"),
+        "a decoder with a feed-forward layer of two matrices",
+    ),
+    "own blocks": (
+        lambda c: c.family == "decoder-only" and len(set(_blocks(c))) == 1 < len(_blocks(c)),
+        lambda: tiny("gpt2"),
+        "a decoder of several equal layers with weights of their own",
     ),
     "learned positions": (
         lambda c: c.family == "decoder-only" and isinstance(getattr(c.input, "positions", None), Learned),

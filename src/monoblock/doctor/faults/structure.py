@@ -15,13 +15,13 @@ from monoblock.doctor.faults.fault import Fault, Patient
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.kv_cache.layer_cache import LayerCache
 from monoblock.nn.masks import Mask, MaskTerm, causal, same_document, window
+from monoblock.nn.norm import Norm
 from monoblock.nn.positions import apply_rotary
+from monoblock.nn.stack import Stack
 
 
 def _replace_masks(patient: Patient, mask: Mask) -> None:
-    stack = patient.model.decoder or patient.model.encoder
-    assert stack is not None
-    stack.masks = [mask] * len(stack.masks)
+    patient.stack.masks = [mask] * len(patient.stack.masks)
 
 
 def _wrap_forward(patient: Patient, change: Callable[[dict[str, Any], Tensor], None]) -> None:
@@ -48,8 +48,12 @@ def _replace_attention(
     half: bool = False,
     rotate: bool = False,
     axis: int = -1,
+    hidden: float = float("-inf"),
+    inverted: bool = False,
+    split: bool = True,
+    merge: bool = True,
 ) -> None:
-    """Compute attention step by step, with a fault."""
+    """Compute attention step by step, with a fault: `split` and `merge` say whether heads are transposed there."""
     for block in patient.blocks:
         attention = block.attention
         own = attention.config.scale or attention.config.key_size(patient.model.config.width) ** -0.5
@@ -60,15 +64,18 @@ def _replace_attention(
             if rotate and context.rotary_angles is not None and q.shape[2] == k.shape[2]:
                 q, k = apply_rotary(q, context.rotary_angles), apply_rotary(k, context.rotary_angles)
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+            if not split:
+                q, k, v = (t.transpose(1, 2).reshape(t.shape) for t in (q, k, v))
             scores, mask = q @ k.mT * factor, context.dense_mask()
             if context.bias is not None:
                 scores = scores + context.bias
             if mask is not None and not mask_after:
-                scores = scores.masked_fill(~mask, float("-inf"))
+                scores = scores.masked_fill(mask if inverted else ~mask, hidden)
             weights = (scores.half() if half else scores).softmax(axis)
             if mask is not None and mask_after:
                 weights = weights * mask
-            return weights.to(v.dtype) @ v
+            out = weights.to(v.dtype) @ v
+            return out if merge else out.reshape(out.transpose(1, 2).shape).transpose(1, 2)
 
         attention._attend = attend
 
@@ -275,8 +282,118 @@ def _softmax_over_queries(patient: Patient) -> None:
     _replace_attention(patient, axis=-2)
 
 
+def _softmax_over_heads(patient: Patient) -> None:
+    _replace_attention(patient, axis=1)
+
+
+def _softmax_over_rows(patient: Patient) -> None:
+    _replace_attention(patient, axis=0)
+
+
+def _mask_inverted(patient: Patient) -> None:
+    _replace_attention(patient, inverted=True)
+
+
+def _mask_filled_with_zero(patient: Patient) -> None:
+    _replace_attention(patient, hidden=0.0)
+
+
+def _heads_split_without_transpose(patient: Patient) -> None:
+    _replace_attention(patient, split=False)
+
+
+def _heads_merged_without_transpose(patient: Patient) -> None:
+    _replace_attention(patient, merge=False)
+
+
 def _scale_missing(patient: Patient) -> None:
     _replace_attention(patient, scale=1.0)
+
+
+def _scale_inverted(patient: Patient) -> None:
+    _replace_attention(patient, scale=patient.blocks[0].attention.config.key_size(patient.model.config.width) ** 0.5)
+
+
+def _one_position_for_all(patient: Patient) -> None:
+    table: Any = patient.model.input.position
+    _hook_output(table, lambda _, out: out[..., :1, :].expand_as(out))
+
+
+def _without_residual(patient: Patient, *branches: str) -> None:
+    """Let the result of some sublayers replace the stream."""
+    for block in patient.blocks:
+
+        def apply(
+            x: Tensor, name: str, *args: Any, block: Any = block, original: Any = block._apply_sublayer
+        ) -> Tensor:
+            config = block.config
+            try:
+                block.config = replace(config, residual="none") if name in branches else config
+                return original(x, name, *args)
+            finally:
+                block.config = config
+
+        block._apply_sublayer = apply
+
+
+def _no_residuals(patient: Patient) -> None:
+    _without_residual(patient, "attention", "feedforward")
+
+
+def _no_attention_residual(patient: Patient) -> None:
+    _without_residual(patient, "attention")
+
+
+def _no_feedforward_residual(patient: Patient) -> None:
+    _without_residual(patient, "feedforward")
+
+
+def _no_nonlinearity(patient: Patient) -> None:
+    for block in patient.blocks:
+        block.feedforward.activation = lambda x: x
+
+
+def _no_norms(patient: Patient) -> None:
+    for module in list(patient.model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Norm):
+                setattr(module, name, nn.Identity())
+
+
+def _one_block_for_all(patient: Patient) -> None:
+    for number in range(1, len(patient.blocks)):
+        patient.stack.add_module(str(number), patient.blocks[0])
+
+
+def _blocks_not_called(patient: Patient) -> None:
+    stack: Any = patient.stack
+    stack.forward = lambda x, *args, **options: stack.norm(x)
+
+
+class _BlocksInAList(Stack):
+    kept: list[Any]
+
+    @property
+    def blocks(self) -> list[Any]:
+        return self.kept
+
+
+def _blocks_not_registered(patient: Patient) -> None:
+    stack: Any = patient.stack
+    stack.kept, stack.__class__ = patient.blocks, _BlocksInAList
+    for number in range(len(stack.kept)):
+        del stack._modules[str(number)]
+
+
+def _dropout_after_logits(patient: Patient) -> None:
+    head: Any = patient.model.head
+    head.register_forward_hook(lambda module, inputs, output: F.dropout(output, 0.1, module.training))
+
+
+@torch.no_grad()
+def _weights_zero(patient: Patient) -> None:
+    for weight in patient.model.parameters():
+        weight.zero_()
 
 
 STRUCTURE = (
@@ -315,5 +432,29 @@ STRUCTURE = (
     Fault("softmax_in_fp16", "the softmax is computed in fp16", "softmax_precision", _softmax_in_fp16),
     Fault("mask_after_softmax", "the mask multiplies the weights", "mask_after_softmax", _mask_after_softmax),
     Fault("softmax_over_queries", "the softmax is taken over the queries", "mask_after_softmax", _softmax_over_queries),
+    Fault("softmax_over_heads", "the softmax is taken over the heads", "overflow", _softmax_over_heads),
+    Fault("softmax_over_rows", "the softmax is taken over the batch", "overflow", _softmax_over_rows),
+    Fault("mask_inverted", "the mask hides what comes before", "overflow", _mask_inverted),
+    Fault("mask_filled_with_zero", "masked scores are set to 0", "causality", _mask_filled_with_zero),
+    Fault("heads_split_without_transpose", "a head is made of whole tokens", "causality",
+          _heads_split_without_transpose),
+    Fault("heads_merged_without_transpose", "a token is made of pieces of others", "causality",
+          _heads_merged_without_transpose),
     Fault("scale_missing", "scores are not divided by sqrt(head size)", "scale", _scale_missing),
+    Fault("scale_inverted", "scores are multiplied by sqrt(head size)", "scale", _scale_inverted),
+    Fault("one_position_for_all", "all tokens get the first position", "positions", _one_position_for_all,
+          "learned positions"),
+    Fault("no_residuals", "no sublayer is added to the stream", "gradient_flow", _no_residuals, "sequential decoder"),
+    Fault("no_attention_residual", "attention replaces the stream", "gradient_flow", _no_attention_residual,
+          "sequential decoder"),
+    Fault("no_feedforward_residual", "the feed-forward layer replaces the stream", "gradient_flow",
+          _no_feedforward_residual, "sequential decoder"),
+    Fault("no_nonlinearity", "the feed-forward layer is two matrices", "gradient_flow", _no_nonlinearity,
+          "decoder without gates"),
+    Fault("no_norms", "no norm anywhere", "residual_growth", _no_norms),
+    Fault("one_block_for_all", "all layers are one block", "tying", _one_block_for_all, "own blocks"),
+    Fault("blocks_not_called", "the blocks are built and not run", "gradient_flow", _blocks_not_called),
+    Fault("blocks_not_registered", "the blocks are in a plain list", "gradient_flow", _blocks_not_registered),
+    Fault("dropout_after_logits", "dropout comes after the output layer", "dropout", _dropout_after_logits),
+    Fault("weights_zero", "all weights are zero", "gradient_flow", _weights_zero),
 )  # fmt: skip

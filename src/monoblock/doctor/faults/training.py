@@ -108,11 +108,9 @@ def _detached_block(patient: Patient) -> None:
     patient.blocks[-1].register_forward_hook(lambda _, inputs, output: output.detach())
 
 
-def _no_residuals(patient: Patient) -> None:
+def _shrinking_blocks(patient: Patient) -> None:
     for block in patient.blocks:
-        block.register_forward_hook(lambda _, inputs, output: (output - inputs[0]) * 0.1)
-        block.attention_norm.register_forward_hook(lambda _, inputs, output: inputs[0])
-        block.feedforward_norm.register_forward_hook(lambda _, inputs, output: inputs[0])
+        block.register_forward_hook(lambda _, inputs, output: output / 20)
 
 
 @torch.no_grad()
@@ -184,7 +182,8 @@ TRAINING = (
     Fault("spikes_without_clipping", "gradients spike and are not clipped", "clipping", _spikes_without_clipping),
     Fault("overfitted_run", "the validation loss rises again", "train_eval_gap", _overfitted_run),
     Fault("detached_block", "a block is cut off from the gradient", "gradient_flow", _detached_block),
-    Fault("no_residuals", "blocks without residuals and norms", "gradient_flow", _no_residuals, "deep decoder"),
+    Fault("shrinking_blocks", "every block divides the stream by 20", "gradient_flow", _shrinking_blocks,
+          "deep decoder"),
     Fault("duplicate_heads", "two heads have the same weights", "heads", _duplicate_heads),
     Fault("dead_head", "the values of a head are zero", "heads", _dead_head),
     Fault("attention_collapse", "scores are so large that one key takes all", "collapse", _attention_collapse),

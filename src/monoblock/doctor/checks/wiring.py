@@ -1,0 +1,275 @@
+"""How a model is put together: residual connections, non-linearities, norms, and modules that are not registered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.doctor.examination import Examination, finding
+from monoblock.doctor.recorder import Recorder
+from monoblock.doctor.records import Product
+from monoblock.doctor.report import Finding
+
+ATTENTION_FIX = "x = x + self.attention(self.norm1(x))"
+FEEDFORWARD_FIX = "x = x + self.feedforward(self.norm2(x))"
+MISSING = {  # branch -> title, what is wrong, the line to write
+    "attention": (
+        "no residual connection around attention",
+        "the result of attention replaces the stream x instead of being added to it",
+        ATTENTION_FIX,
+    ),
+    "feedforward": (
+        "no residual connection around the feed-forward layer",
+        "the result of the feed-forward layer replaces the stream x instead of being added to it",
+        FEEDFORWARD_FIX,
+    ),
+    "both": (
+        "no residual connections",
+        "the results of attention and of the feed-forward layer replace the stream x instead of being added to it",
+        f"{ATTENTION_FIX}; {FEEDFORWARD_FIX}",
+    ),
+}
+
+
+# -- residual connections -------------------------------------------------------------------------------------------
+
+
+def check_residuals(exam: Examination) -> Finding | None:
+    """Follow the terms of the stream: what goes into a layer must still be in what goes into the next one."""
+    stages = _stages(exam)
+    lost = [(layer, branch) for layer in range(len(stages) - 1) if (branch := _lost(exam.recorded, stages, layer))]
+    layers = len(stages) - 1
+    if not lost or layers < 2:
+        return None
+    branches = {branch for _, branch in lost}
+    title, what, fix = MISSING[branches.pop() if len(branches) == 1 else "both"]
+    where = f"all {layers} layers" if len(lost) == layers else f"layer {', '.join(str(layer) for layer, _ in lost)}"
+    return finding(
+        "gradient_flow",
+        "warn",
+        {"layers_without": len(lost), "layers": layers, "first": lost[0][0]},
+        f"in {where} {what}: a residual connection is missing. What the layer was given is lost, and the gradient "
+        "reaches the layers below only through its matrices, so a deep model hardly learns",
+        fix,
+        title,
+    )
+
+
+def _stages(exam: Examination) -> list[tuple[frozenset[int], set[int], Tensor]]:
+    """Return for each attention layer, and for the output, the terms of the stream it reads, its results, the stream.
+
+    Heads that are computed one by one read the same stream, and are one layer.
+    """
+    recorder, stages = exam.recorded, list[tuple[frozenset[int], set[int], Tensor]]()
+    products = {product.number: product for product in recorder.products}
+    for record in recorder.attentions:
+        projections = [products[n] for n in record.query_terms if n in products]
+        stream = frozenset[int]().union(*(p.reads for p in projections))
+        if stages and stages[-1][0] == stream:
+            stages[-1][1].add(record.term)
+        else:
+            stages.append((stream, {record.term}, projections[0].given if projections else record.query))
+    head = recorder.products[-1] if recorder.products else None
+    if head is None or not head.given.shape[-1] != head.result.shape[-1] == exam.output.shape[-1]:
+        return stages and [*stages, (frozenset[int](), set[int](), stages[-1][2])]
+    while len(head.reads) == 1 and (before := products.get(*head.reads)) and _is_product(recorder, before):
+        head = before  # two linear layers in a row
+    return [*stages, (head.reads, set(), head.given)]
+
+
+def _is_product(recorder: Recorder, product: Product) -> bool:
+    """Return whether a term is a product of other terms with weights, and not of attention or of a table."""
+    return (
+        bool(product.reads)
+        and not product.is_lookup
+        and all(product.number != record.term for record in recorder.attentions)
+    )
+
+
+def _lost(recorder: Recorder, stages: list[tuple[frozenset[int], set[int], Tensor]], layer: int) -> str | None:
+    """Return which branch of a layer loses the stream that it was given; None if none is known to do so."""
+    (stream, results, given), (after, _, given_after) = stages[layer : layer + 2]
+    products, lookups = recorder.products, {p.number for p in recorder.products if p.is_lookup}
+    begins_anew = any(p.is_lookup or p.reads & lookups for p in products if p.number in after)  # as a decoder does
+    if not stream or not after or stream & after or begins_anew or _is_near(given, given_after):
+        return None
+    updates = results | {p.number for p in products if p.reads & results}
+    if after & updates:
+        return "attention"
+    readers = [p for p in products if p.reads & updates and p.number not in updates]
+    return "feedforward" if any(p.reads & stream for p in readers) else "both"
+
+
+def _is_near(a: Tensor, b: Tensor) -> bool:
+    """Return whether a stream is much the same as another: it was passed on by operations that are not followed."""
+    if a.shape != b.shape:
+        return False
+    return float(torch.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0)) > 0.5
+
+
+# -- feed-forward layers and norms ----------------------------------------------------------------------------------
+
+
+def check_nonlinearity(exam: Examination) -> Finding | None:
+    """Look for a product that widens each vector and one that narrows it again, with nothing between them."""
+    products = {product.number: product for product in exam.recorded.products}
+    found = []
+    for down in products.values():
+        up = products.get(*down.reads) if len(down.reads) == 1 else None
+        if up is None or up.is_lookup or not exam.recorded.attentions:
+            continue
+        sizes = up.given.shape[-1], up.result.shape[-1], down.result.shape[-1]
+        if sizes[0] == sizes[2] < sizes[1] and torch.equal(up.result.flatten(), down.given.flatten()):
+            found.append(sizes)
+    if not found:
+        return None
+    width, inner, _ = found[0]
+    return finding(
+        "gradient_flow",
+        "warn",
+        {"feed_forward_layers_without": len(found), "width": width, "inner_width": inner},
+        f"there is no non-linearity between the two linear layers of the feed-forward layer ({width} to {inner} to "
+        f"{width}): two linear layers in a row are a single linear layer, so it computes no more than one matrix could",
+        f"put one between them: nn.Sequential(nn.Linear({width}, {inner}), nn.GELU(), nn.Linear({inner}, {width}))",
+        "no non-linearity in the feed-forward layer",
+    )
+
+
+def check_norms(exam: Examination) -> Finding | None:
+    """Look for a norm anywhere in a model of several attention layers."""
+    layers = len(_stages(exam)) - 1
+    if layers < 2 or exam.recorded.norms:
+        return None
+    return finding(
+        "residual_growth",
+        "warn",
+        {"attention_layers": layers, "norms": 0},
+        "no norm is computed anywhere: the size of the stream and of its gradients depends on the depth and on every "
+        "weight, so training needs a small learning rate and easily diverges",
+        "normalize before each sublayer, self.norm1 = nn.LayerNorm(width) and x = x + self.attention(self.norm1(x)), "
+        "and once before the output: logits = self.head(self.norm(x))",
+        "no norm",
+    )
+
+
+# -- modules and weights --------------------------------------------------------------------------------------------
+
+
+def check_registered(exam: Examination) -> Finding | None:
+    """Look for modules in plain lists or dictionaries, which PyTorch does not see, and which the forward pass calls."""
+    module = exam.subject.module
+    assert module is not None
+    known, called = set(module.modules()), set[nn.Module]()
+    hidden = {
+        f"{name}.{attribute}".removeprefix("."): [m for m in _modules_in(value) if m not in known]
+        for name, part in module.named_modules()
+        for attribute, value in vars(part).items()
+        if isinstance(value, list | tuple | dict) and not attribute.startswith("_")
+    }
+    handles = [
+        part.register_forward_pre_hook(lambda part, inputs: called.add(part))
+        for parts in hidden.values()
+        for part in parts
+    ]
+    try:
+        exam.run(exam.ids[:1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    own = {id(p) for p in module.parameters()}
+    lists = {
+        name: sum(p.numel() for part in parts if part in called for p in part.parameters() if id(p) not in own)
+        for name, parts in hidden.items()
+    }
+    lists = {name: count for name, count in lists.items() if count}
+    if not lists:
+        return None
+    name, kind = next(iter(lists)), type(hidden[next(iter(lists))][0]).__name__
+    attribute = name.rpartition(".")[2]
+    return finding(
+        "gradient_flow",
+        "fail",
+        {"weights_not_registered": sum(lists.values()), "where": name, "lists": len(lists)},
+        f"the modules in self.{attribute} ({kind}) are in a plain Python list, which PyTorch does not look into: "
+        "model.parameters() leaves out their weights, so the optimizer never trains them, and model.eval(), "
+        "model.to(device) and state_dict() pass them by",
+        f"self.{attribute} = nn.ModuleList([{kind}(…) for _ in range(…)])",
+        "weights that are not registered",
+        explains=("dropout", "overfit", "optimizer"),
+    )
+
+
+def _modules_in(value: Any) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _modules_in(part)
+
+
+def check_called(blocks: list[nn.Module], without: list[int], used: set[nn.Module]) -> Finding | None:
+    """Look among the blocks without a gradient for those that the forward pass does not call, nor any part of them."""
+    unused = [index for index in without if not used & set(blocks[index].modules())]
+    if not unused:
+        return None
+    which = "the blocks are" if len(unused) == len(blocks) else f"of the {len(blocks)} blocks, {unused[:8]} are"
+    return finding(
+        "gradient_flow",
+        "fail",
+        {"blocks_never_called": len(unused), "blocks": len(blocks)},
+        f"{which} never called in the forward pass, so their weights do nothing and are not trained",
+        "call each block in forward: for block in self.blocks: x = block(x)",
+        "blocks that are never called",
+        explains=("positions", "overfit"),
+    )
+
+
+def check_initialized(exam: Examination) -> Finding | None:
+    """Look for matrices all of whose numbers are equal."""
+    module = exam.subject.module
+    assert module is not None
+    matrices = _weights([module])
+    constant = [w for w in matrices if bool((w == w.flatten()[0]).all())]
+    if not matrices or len(constant) <= len(matrices) / 2:
+        return None
+    value = float(constant[0].flatten()[0])
+    what = "zero" if value == 0 else f"the same number, {value:g}"
+    return finding(
+        "gradient_flow",
+        "fail",
+        {"matrices": len(matrices), "of_one_number": len(constant), "number": value},
+        f"the weights of {len(constant)} of {len(matrices)} matrices are all {what}: they were not initialized, so all "
+        "outputs are equal, and equal weights get equal gradients or none",
+        "begin with random numbers: nn.init.normal_(layer.weight, mean=0.0, std=0.02), or leave out what overwrites "
+        "those of PyTorch",
+        "weights that are not initialized",
+        explains=("positions", "tying", "heads", "overfit", "collapse"),
+    )
+
+
+def _weights(modules: Iterable[nn.Module]) -> list[Tensor]:
+    return [p.detach() for module in modules for p in module.parameters() if p.dim() > 1 and p.numel() > 1]
+
+
+def check_shared_blocks(exam: Examination) -> Finding | None:
+    """Look for a module that holds one and the same block several times."""
+    module = exam.subject.module
+    assert module is not None
+    for name, part in module.named_modules():
+        children = [child for child in part._modules.values() if child is not None and list(child.children())]
+        if len(set(children)) < len(children):
+            repeated = max(children, key=children.count)
+            kind, times = type(repeated).__name__, children.count(repeated)
+            return finding(
+                "tying",
+                "warn",
+                {"times": times, "weights": sum(p.numel() for p in repeated.parameters()), "where": name},
+                f"{name} holds the same block {times} times: its {times} layers have one set of weights, because "
+                f"{kind}(…) is called once and then repeated",
+                f"build a block for each layer: nn.ModuleList([{kind}(…) for _ in range({times})])",
+                "one block several times",
+            )
+    return None
