@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from monoblock.doctor.checks.training_start import restoring
 from monoblock.doctor.checks.wiring import check_shared_blocks
 from monoblock.doctor.examination import Examination, finding, not_applicable
 from monoblock.doctor.report import Finding, Outcome
@@ -136,9 +135,12 @@ def _check_mode_of_generation(exam: Examination, module: nn.Module) -> Finding |
 
 def _check_logits_kept(exam: Examination, module: nn.Module) -> Finding | None:
     """Run once in training mode: a dropout after the logits sets some of them to 0."""
-    with restoring(module), exam.subject.evaluating():
+    buffers = {buffer: buffer.clone() for buffer in module.buffers()}  # those of a batch norm move
+    with exam.subject.evaluating():
         module.train()
         output = exam.subject.logits(exam.ids)
+    for buffer, kept in buffers.items():
+        buffer.copy_(kept)
     dropped = float((output == 0).float().mean())
     if dropped < 0.01 or bool((exam.output == 0).any()):
         return None

@@ -75,7 +75,7 @@ def _stages(exam: Examination) -> list[tuple[frozenset[int], set[int], Tensor]]:
     head = recorder.products[-1] if recorder.products else None
     if head is None or not head.given.shape[-1] != head.result.shape[-1] == exam.output.shape[-1]:
         return stages and [*stages, (frozenset[int](), set[int](), stages[-1][2])]
-    while len(head.reads) == 1 and (before := products.get(*head.reads)) and _is_product(recorder, before):
+    while len(head.reads) == 1 and (before := products.get(min(head.reads))) and _is_product(recorder, before):
         head = before  # two linear layers in a row
     return [*stages, (head.reads, set(), head.given)]
 
@@ -118,7 +118,7 @@ def check_nonlinearity(exam: Examination) -> Finding | None:
     products = {product.number: product for product in exam.recorded.products}
     found = []
     for down in products.values():
-        up = products.get(*down.reads) if len(down.reads) == 1 else None
+        up = products.get(min(down.reads)) if len(down.reads) == 1 else None
         if up is None or up.is_lookup or not exam.recorded.attentions:
             continue
         sizes = up.given.shape[-1], up.result.shape[-1], down.result.shape[-1]
