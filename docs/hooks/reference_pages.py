@@ -31,7 +31,7 @@ PAGES = (
     ),
     ("training", "Training and evaluation", ("runs", "training", "tasks", "tokenizers")),
     ("decoding", "Decoding", ("decoding", "parallel")),
-    ("inspection", "Inspection, doctor and counting", ("inspection", "doctor", "interop.account", "plots")),
+    ("inspection", "Inspection, doctor and counting", ("inspection", "doctor", "runs.account", "plots")),
     ("errors", "Errors", ("errors",)),
 )
 SPECIAL = ("__call__", "__getitem__", "__len__", "__iter__")

@@ -62,7 +62,7 @@ _HOME = {
     "Tokenizer": "tokenizers.tokenizer",
     "Transformer": "nn.transformer",
     "ablate": "inspection.edits",
-    "account": "interop.account",
+    "account": "runs.account",
     "add_lora": "nn.lora",
     "add_vector": "inspection.edits",
     "bart": "config.families",

@@ -47,7 +47,6 @@ from monoblock.errors import (
 )
 from monoblock.inspection.edits import ablate as ablate, add_vector as add_vector, patch as patch
 from monoblock.inspection.trace import trace as trace
-from monoblock.interop.account import account as account
 from monoblock.interop.adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from monoblock.interop.huggingface.export import export_hf as export_hf
 from monoblock.nn.block import Block as Block
@@ -67,6 +66,7 @@ from monoblock.nn.transformer import Transformer as Transformer
 from monoblock.parallel.inference import join_processes as join_processes
 from monoblock.plots.architecture import draw as draw
 from monoblock.quantization.convert import quantize as quantize
+from monoblock.runs.account import account as account
 from monoblock.runs.diagnose import diagnose as diagnose
 from monoblock.runs.evaluate import evaluate as evaluate
 from monoblock.runs.load import load as load

@@ -37,12 +37,17 @@ class TrainingBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """The costs of a model, computed from its configuration."""
+    """The costs of a model, computed from its configuration.
+
+    not_covered: by how many parameters modules have more, or fewer, than the configuration says, because the model is a
+        subclass or was changed. They are counted among the parameters, but FLOPs and memory leave them out.
+    """
 
     name: str
     config: ModelConfig | RecurrentConfig
     components: Mapping[str, int]
     active_components: Mapping[str, int]  # counting only the experts that one token uses
+    not_covered: Mapping[str, int]
 
     @property
     def family(self) -> str:
@@ -209,6 +214,7 @@ class Account:
             "parameters": self.parameters,
             "active_parameters": self.active_parameters,
             "components": dict(self.components),
+            "not_covered": dict(self.not_covered),
             "flops": self.flops(batch, length, target_length).to_dict(),
             "memory": {
                 "dtype": dtype,
@@ -222,8 +228,16 @@ class Account:
         }
 
 
-def account(config_or_preset: ModelConfig | RecurrentConfig | str, *, name: str | None = None) -> Account:
-    """Return the costs of a model, given by its configuration or by the name of a preset."""
+def account(
+    config_or_preset: ModelConfig | RecurrentConfig | str,
+    *,
+    name: str | None = None,
+    not_covered: Mapping[str, int] = MappingProxyType({}),
+) -> Account:
+    """Return the costs of a model, given by its configuration or by the name of a preset.
+
+    not_covered: by how many parameters modules of a model differ from its configuration.
+    """
     config = preset(config_or_preset) if isinstance(config_or_preset, str) else config_or_preset
     if isinstance(config, RecurrentConfig):
         counts = active = recurrent_parameters(config)
@@ -232,6 +246,11 @@ def account(config_or_preset: ModelConfig | RecurrentConfig | str, *, name: str 
     return Account(
         name=name or (config_or_preset if isinstance(config_or_preset, str) else "model"),
         config=config,
-        components=MappingProxyType(counts),
-        active_components=MappingProxyType(active),
+        components=MappingProxyType(_add(counts, not_covered)),
+        active_components=MappingProxyType(_add(active, not_covered)),
+        not_covered=MappingProxyType(dict(not_covered)),
     )
+
+
+def _add(counts: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+    return {name: counts.get(name, 0) + more.get(name, 0) for name in (*counts, *more)}

@@ -16,8 +16,8 @@ from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.parts import CheckpointMode
 from monoblock.errors import ConfigError, InputError
-from monoblock.interop.account import account
 from monoblock.interop.config_file import read_any_config
+from monoblock.runs.account import account, is_recipe
 
 # Option -> (the options without any of which it has no effect, its default value).
 DEPENDENT_OPTIONS: dict[str, tuple[tuple[str, ...], Any]] = {
@@ -141,8 +141,9 @@ def fill_dependent_options(options: dict[str, Any]) -> dict[str, Any]:
 
 @click.command(
     name="account",
-    help="Count the parameters, FLOPs and memory of WHAT: a preset from `monoblock ls presets`, a model folder, a "
-    "config.json or a GGUF file.\n\nArguments of the form key=value change the configuration first, as in depth=24.",
+    help="Count the parameters, FLOPs and memory of WHAT: a preset from `monoblock ls presets`, a recipe, a "
+    "model folder, a config.json or a GGUF file.\n\nArguments of the form key=value change the configuration first, as "
+    "in depth=24, and those of a recipe its keys, as in model.depth=24.",
 )
 @click.argument("what")
 @click.argument("overrides", nargs=-1, metavar="[key=value …]")
@@ -195,7 +196,9 @@ def fill_dependent_options(options: dict[str, Any]) -> dict[str, Any]:
 @json_option
 def command(what: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
     options = fill_dependent_options(options)
-    model_account = account(apply_overrides(read_any_config(what), overrides), name=" ".join([what, *overrides]))
+    is_changed = overrides and not is_recipe(what)  # the keys of a recipe are changed before its model is built
+    source = apply_overrides(read_any_config(what), overrides) if is_changed else what
+    model_account = account(source, name=" ".join([what, *overrides]), overrides=() if is_changed else overrides)
     try:
         report = build_report(model_account, options)
     except InputError as problem:  # sizes from the command line that do not fit this model

@@ -91,9 +91,9 @@ def _check_families(folder: Path) -> dict[str, Any]:
 
 
 def _train_demo(folder: Path, seed: int) -> dict[str, Any]:
-    from monoblock.accounting.report import account
     from monoblock.cli._shared.training_run import print_resume_command, run_training
     from monoblock.parallel.world import SINGLE_PROCESS
+    from monoblock.runs.account import account
     from monoblock.runs.diagnose import diagnose
     from monoblock.runs.recipe import read_recipe
 
@@ -103,7 +103,7 @@ def _train_demo(folder: Path, seed: int) -> dict[str, Any]:
     if last.interrupted:
         print_resume_command(folder, last.step, ["train", "demo", f"train.seed={seed}"])
         raise click.exceptions.Exit(interrupted_code)
-    model_account = account(run.model.config)
+    model_account = account(run.model)
     report = diagnose(folder)
     return {
         "folder": str(folder),

@@ -18,7 +18,6 @@ from monoblock.recipes.parse import recipe_path
 Record = dict[str, Any]
 RUNS_FOLDER = Path("runs")
 NARROW_COLUMNS = ("type", "default", "paper")  # on a terminal, these leave room for the meaning
-SIZED_TOKENIZERS = ("bpe", "wordpiece", "unigram")  # the vocabulary size is set in the recipe
 
 
 def _list_recipes() -> list[Record]:
@@ -30,7 +29,7 @@ def _list_recipes() -> list[Record]:
             "name": name,
             "objective": recipe.train.objective,
             "corpus": recipe.data.corpus,
-            "parameters": _count_parameters(recipe),
+            "parameters": _count_parameters(name),
             "steps": recipe.train.steps if recipe.train.epochs is None else None,
             "epochs": recipe.train.epochs,
             "about": recipe.about,
@@ -39,19 +38,15 @@ def _list_recipes() -> list[Record]:
     ]
 
 
-def _count_parameters(recipe: Any) -> int | None:
+def _count_parameters(name: str) -> int | None:
     """Return the number of parameters of a recipe's model; None if it depends on the data (vocabulary, classes)."""
     from monoblock.accounting.report import account
-    from monoblock.config.parts import HEADS_WITH_CLASSES
-    from monoblock.runs.recipe import build_model_config, task_of_recipe
+    from monoblock.runs.account import config_of_recipe
 
-    if (
-        task_of_recipe(recipe).head in HEADS_WITH_CLASSES
-        or recipe.tokenizer.kind not in SIZED_TOKENIZERS
-        or recipe.tokenizer.folder
-    ):
+    try:
+        return account(config_of_recipe(name)).parameters
+    except ConfigError:
         return None
-    return account(build_model_config(recipe, recipe.tokenizer.vocab)).parameters
 
 
 def _list_tasks() -> list[Record]:

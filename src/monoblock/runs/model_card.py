@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from monoblock.accounting.report import account
-from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.model import ModelConfig
 from monoblock.errors import FileError
 from monoblock.interop.atomic_write import write_atomically
 from monoblock.metrics.format import format_metric
+from monoblock.nn.recurrent.lstm import Recurrent
+from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import Recipe, TrainSection
+from monoblock.runs.account import account
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
 
@@ -20,19 +22,19 @@ CARD_FILE, TABLE_HEADER = "README.md", "| figure | value |\n|---|---|\n"
 def render_model_card(
     recipe: Recipe,
     task: Task,
-    config: ModelConfig | RecurrentConfig,
+    model: Transformer | Recurrent,
     metrics: dict[str, float],
     data: TaskData,
     custom_optimizer: str | None = None,
 ) -> str:
-    family = config.family if isinstance(config, ModelConfig) else "recurrent"
+    family = model.config.family if isinstance(model.config, ModelConfig) else "recurrent"
     section, tokenizer = recipe.train, data.tokenizer
     rows = _format_rows(metrics)
     figures = f"\n## Measured on the validation split\n\n{TABLE_HEADER}{rows}" if rows else ""
     tokenizer_line = "" if tokenizer is None else f"- tokenizer: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens\n"
     return (
         f"# {recipe.name}\n\n{recipe.about}\n\n"
-        f"- model: {family}, {account(config).parameters:,} parameters\n"
+        f"- model: {family}, {account(model).parameters:,} parameters\n"
         f"{tokenizer_line}"
         f"- trained on: {recipe.data.corpus} ({data.summary})\n"
         f"- objective: {section.objective}, {section.steps:,} updates of {_format_batch_size(section)}, "

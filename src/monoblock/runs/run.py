@@ -147,9 +147,7 @@ class Run:
     def _write_card(self, model: Transformer | Recurrent, *, can_generate: bool) -> None:
         if can_generate:
             self.metrics |= self.evaluate_generation(model)
-        card = render_model_card(
-            self.recipe, self.task, model.config, self.metrics, self.task_data, self.custom_optimizer
-        )
+        card = render_model_card(self.recipe, self.task, model, self.metrics, self.task_data, self.custom_optimizer)
         write_atomically(self.folder / CARD_FILE, card)
 
     def _load_final_weights(self) -> None:

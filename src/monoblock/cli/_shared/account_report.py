@@ -31,7 +31,7 @@ FLOP_TOTALS = ("forward", "forward_needed", "backward", "training", "training_ch
 def format_bar(share: float) -> str:
     """Return a bar of block characters; share=1 gives BAR_WIDTH of them, and the last can be an eighth of a block."""
     eighths = round(8 * BAR_WIDTH * share)
-    return "█" * (eighths // 8) + BAR_EIGHTHS[eighths % 8].strip()
+    return "█" * (eighths // 8) + BAR_EIGHTHS[eighths % 8].strip() if eighths > 0 else ""
 
 
 def print_shares(column: str, components: dict[str, int]) -> None:
@@ -47,6 +47,11 @@ def print_account(model_account: Account, report: dict[str, Any]) -> None:
         experts = f", {model_account.active_parameters:,} of them active per token"
     echo(f"{model_account.name}: {model_account.family}, {model_account.parameters:,} parameters{experts}\n")
     print_shares("parameters", report["components"])
+    if model_account.not_covered:
+        echo(
+            f"\nThe configuration does not describe {', '.join(model_account.not_covered)}: these parameters are "
+            "counted as they are there, but the FLOPs and the memory below leave them out."
+        )
     flops = report["flops"]
     length = f"{flops['source']} tokens"
     if model_account.family == "encoder-decoder":

@@ -7,12 +7,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from monoblock.accounting.report import account
 from monoblock.experiments.frame.experiment import Metrics, Trial
 from monoblock.experiments.frame.results import recipe_changes
 from monoblock.experiments.frame.runner import find_experiment
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import Recipe
+from monoblock.runs.account import account
 from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
@@ -83,7 +83,7 @@ def train_and_load(trial: Trial, more: Sequence[str] = ()) -> Iterator[str | tup
     recipe = trial_recipe(trial, more)
     yield from train_run(recipe, trial.run_folder, trial.data)
     pipe = load_run(trial.run_folder, recipe)
-    metrics = {"parameters": account(pipe.model.config).parameters, **training_metrics(trial.run_folder)}
+    metrics = {"parameters": account(pipe.model).parameters, **training_metrics(trial.run_folder)}
     yield pipe, recipe, metrics
 
 

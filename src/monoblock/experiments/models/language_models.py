@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from monoblock.accounting.report import account
 from monoblock.config.schema import check_positive, check_types
 from monoblock.errors import ConfigError
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
@@ -28,6 +27,7 @@ from monoblock.experiments.models.budgets import TEXT_SMOKE
 from monoblock.metrics.text import perplexity
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.recipes.schema import Recipe
+from monoblock.runs.account import account
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.tasks.language_modeling.data import build_test_data
@@ -117,7 +117,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
     recipe = trial_recipe(trial, more)
     yield from train_run(recipe, trial.run_folder, trial.data)
     pipe = load_run(trial.run_folder, recipe)
-    metrics = {"parameters": account(pipe.model.config).parameters, **training_metrics(trial.run_folder)}
+    metrics = {"parameters": account(pipe.model).parameters, **training_metrics(trial.run_folder)}
     metrics |= {"lr": float(lr), "steps": steps, "training_perplexity": perplexity(metrics["training_loss"])}
     if "lr" not in values:
         metrics |= _test(trial, pipe, recipe)
@@ -128,7 +128,7 @@ def _measure_exercise(trial: Trial, recipe: Recipe) -> Iterator[str | Metrics]:
     """Train a recipe of exercise 8.9 as the exercise says, and report its training perplexity."""
     yield from train_run(recipe, trial.run_folder, trial.data)
     pipe = load_run(trial.run_folder, recipe)
-    metrics = {"parameters": account(pipe.model.config).parameters, **training_metrics(trial.run_folder)}
+    metrics = {"parameters": account(pipe.model).parameters, **training_metrics(trial.run_folder)}
     metrics["training_perplexity"] = perplexity(metrics["training_loss"])
     yield {**metrics, **_test(trial, pipe, recipe)}
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from monoblock.accounting.report import account
 from monoblock.config.schema import check_at_least, check_types
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.jobs import Job
@@ -22,6 +21,7 @@ from monoblock.experiments.frame.training import load_run, train_run, training_m
 from monoblock.experiments.models.reversal import accuracy_by_length, parse_lengths, strings_folder, write_strings
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import Recipe
+from monoblock.runs.account import account
 from monoblock.runs.recipe import read_recipe
 
 SHORT, LONG = 10, 50  # letters of the text whose logits are compared, and of its neighbour
@@ -55,7 +55,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
     exact = accuracy_by_length(pipe, folder, lengths, trial.options.limit)
     yield {
         **training_metrics(trial.run_folder),
-        "parameters": account(pipe.model.config).parameters,
+        "parameters": account(pipe.model).parameters,
         "reversal_accuracy": exact,
         "accuracy": sum(exact.values()) / len(exact),
         "neighbour_change": neighbour_change(pipe.model, trial.seed),

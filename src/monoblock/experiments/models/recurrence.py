@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from monoblock.accounting.lstm_matching import matching_config
-from monoblock.accounting.report import account
 from monoblock.config.model import ModelConfig
 from monoblock.config.schema import check_at_least, check_types
 from monoblock.errors import ConfigError
@@ -36,6 +35,7 @@ from monoblock.experiments.models.reversal import (
     write_strings,
 )
 from monoblock.recipes.schema import Recipe
+from monoblock.runs.account import account
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe, task_of_recipe
@@ -100,7 +100,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
     recipe = _recipe(trial)
     yield from train_run(recipe, trial.run_folder, trial.data)
     pipe = load_run(trial.run_folder, recipe)
-    metrics = {"parameters": account(pipe.model.config).parameters, **training_metrics(trial.run_folder)}
+    metrics = {"parameters": account(pipe.model).parameters, **training_metrics(trial.run_folder)}
     if trial.options.recipe != DEFAULT_RECIPE:
         yield {**metrics, **evaluate_trial(trial, pipe, recipe, limit=trial.options.limit)}
         return

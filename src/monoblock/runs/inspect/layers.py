@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 import numpy as np
 
-from monoblock.accounting.report import account
 from monoblock.errors import InputError
 from monoblock.inspection.lens import logit_lens
 from monoblock.inspection.norms import describe_text_loss, gradient_norms, residual_norms
@@ -17,6 +16,7 @@ from monoblock.plots.masks import draw_masks
 from monoblock.plots.page import Section
 from monoblock.plots.positions import draw_bias, draw_hands, draw_vectors
 from monoblock.plots.tokens import readable_tokens
+from monoblock.runs.account import account
 from monoblock.runs.inspect.part import Part, Request
 
 MAX_MASK_LENGTH = 48
@@ -131,7 +131,7 @@ def masks_part(request: Request) -> Part:
 
 
 def parameters_part(request: Request) -> Part:
-    components = dict(account(request.model.config).components)
+    components = dict(account(request.model).components)
     total = sum(components.values())
     section = Section("Parameters", f"{total:,} parameters, counted from the configuration.")
     figure = draw_bars(f"{total:,} parameters", "parameters", components)
