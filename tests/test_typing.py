@@ -141,7 +141,7 @@ MISTAKES = [
     "model.generate(ids, max_tokens=5)",
     "model(ids, mask=ids)",
     "mb.vary(config, nrm='rms')",
-    "mb.gpt(vocab=9, width=8, depth=1, heads=1, context=9, norm='batch')",
+    "mb.gpt(vocab=9, width=8, depth=1, heads=1, context=9, norm='group')",
 ]
 
 
@@ -173,6 +173,27 @@ def test_a_type_checker_finds_no_any_in_the_script_of_a_user_and_finds_every_mis
     assert not [text for number, text in printed.items() if number < first_mistake]
     missed = [call for number, call in enumerate(MISTAKES, first_mistake) if "error:" not in printed.get(number, "")]
     assert not missed
+
+
+FAMILY_PARTS = """\
+# mypy: disallow-any-expr=False
+import monoblock as mb
+
+depth: int = mb.preset("gpt2").decoder.depth + mb.preset("bert-base").encoder.depth
+kind: str = mb.preset("gpt2").head.kind.upper()
+model = mb.Transformer(mb.preset("gpt2"))
+for block in model.decoder.blocks:
+    print(block.config.width)
+print(mb.preset("gpt2").decoder.dept)
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_accepts_the_stack_and_the_head_that_a_family_has(tmp_path):
+    pytest.importorskip("mypy")
+    printed = run_mypy(tmp_path, FAMILY_PARTS)
+    assert list(printed) == [FAMILY_PARTS.count("\n") - 1], printed  # the misspelled name alone
+    assert 'has no attribute "dept"' in printed[FAMILY_PARTS.count("\n") - 1]
 
 
 # Options that accept more than the settings of one request hold: lists of tokens, and a seed for each prompt.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from monoblock.config.inputs import EmbeddingConfig, FramesConfig, PatchConfig
 from monoblock.config.limits import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
@@ -93,18 +93,27 @@ class QuantizeConfig:
         return outputs * (columns * bits // 8 + columns // self.group * (2 if bits == 8 else 4))
 
 
+# A part that some families lack. Type checkers accept `preset("gpt2").decoder.depth`: the caller knows the family.
+if TYPE_CHECKING:
+    MaybeStack = StackConfig | Any
+    MaybeHead = HeadConfig | Any
+else:
+    MaybeStack = StackConfig | None
+    MaybeHead = HeadConfig | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A complete model: an input, an encoder or a decoder or both, and a head."""
 
     # what the first stack reads: tokens, image patches or audio frames
     input: EmbeddingConfig | PatchConfig | FramesConfig
-    encoder: StackConfig | None = None  # the encoder; None: a decoder-only model
-    decoder: StackConfig | None = None  # the decoder; None: an encoder-only or vision model
+    encoder: MaybeStack = None  # the encoder; None: a decoder-only model
+    decoder: MaybeStack = None  # the decoder; None: an encoder-only or vision model
     target: EmbeddingConfig | None = None  # input of the decoder; None: it shares `input`
     # which of source embedding, target embedding and output share a matrix
     tie: Literal["none", "output", "source_target", "three_way"] = "none"
-    head: HeadConfig | None = None  # the output layers; None: the model returns hidden states
+    head: MaybeHead = None  # the output layers; None: the model returns hidden states
     init: InitConfig = InitConfig()  # how the weights are initialized
     quantize: QuantizeConfig | None = None  # how matrices are quantized; None: not quantized
 

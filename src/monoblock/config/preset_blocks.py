@@ -201,7 +201,7 @@ def gpt_neo() -> ModelConfig:
 def gemma3() -> ModelConfig:
     """Gemma 3: Gemma 2 with QK norm instead of softcaps; five blocks in six have a window of 512."""
     config = vary(gemma2(), vocab=262_144, context=32_768, width=1152, hidden=6912, heads=4, kv_heads=1)
-    block = next(config.decoder.layers())  # type: ignore[union-attr]
+    block = next(config.decoder.layers())
     local_attention = replace(block.attention, softcap=None, window=512, qk_norm=GEMMA_RMS_NORM, positions=Rotary())
     global_attention = replace(local_attention, window=None, positions=Rotary(base=1_000_000.0))
     blocks = [replace(block, attention=local_attention)] * 5 + [replace(block, attention=global_attention)]
@@ -213,7 +213,7 @@ def smollm3() -> ModelConfig:
     config = llama(
         vocab=128_256, width=2048, depth=1, heads=16, kv_heads=4, hidden=11_008, context=32_768, tie="output"
     )
-    block = next(vary(config, rotary_base=2_000_000.0).decoder.layers())  # type: ignore[union-attr]
+    block = next(vary(config, rotary_base=2_000_000.0).decoder.layers())
     without_positions = replace(block, attention=replace(block.attention, positions=None))
     return replace(config, decoder=build_stack(36, block, block, block, without_positions, norm=block.norm))
 

@@ -48,6 +48,10 @@ class Transformer(nn.Module):
 
     block_class: type[Block] = Block  # a subclass of Transformer may build its stacks from another block
     loaded_from: Path | None = None  # the folder or file of a loaded model; what lies there is saved with the model
+    # None in a family without this part; Any, because the caller knows the family: `model.decoder.blocks`
+    encoder: Stack | Any
+    decoder: Stack | Any
+    head: Head | Any
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
