@@ -1,5 +1,7 @@
 """`mb.train` and `mb.evaluate`: recipes, tasks, blocks, optimizers and batches of the user; events as progress."""
 
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,8 +11,10 @@ import pytest
 import torch
 
 import monoblock as mb
+from monoblock.runs import progress
 from monoblock.training import metrics_file
 from monoblock.training.events import EvaluationEvent, FinishedEvent, StepEvent, WarningEvent
+from monoblock.training.loss import FunctionLoss
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 SMALL = {
@@ -196,6 +200,83 @@ def test_own_batches_are_repeated_and_skipped_on_resuming(tmp_path):
 def test_batches_that_cannot_be_used_are_one_line(tmp_path, batches, message):
     with pytest.raises(mb.InputError, match=message):
         mb.train({**OWN, "train": {"steps": 5}}, batches=batches, out=tmp_path / "run", progress=False)
+
+
+def own_loss(reduce):
+    """A task of the user whose loss is the cross-entropy of each target, reduced to one number by a function."""
+
+    def loss(model, inputs, labels):
+        return reduce(torch.nn.functional.cross_entropy(model(**inputs).transpose(1, 2), labels, reduction="none"))
+
+    return mb.Task(name="mine", build_data=lambda inputs: None, loss=loss)
+
+
+OWN_TASK = {**OWN, "train": {"objective": "mine", "steps": 2, "warmup": 0, "device": "cpu", "compile": "no"}}
+
+
+@pytest.mark.parametrize(
+    ("reduce", "words"),
+    [
+        (torch.mean, "the loss seems to be a mean: .* return the sum over the targets"),
+        (lambda losses: losses.sum(1).mean(), "the loss seems to be a mean"),
+        (lambda losses: losses.sum() / 0, "the loss of the first row is inf; updates with such a loss are skipped"),
+        (lambda losses: (losses - losses).sum().log() * 0, "the loss of the first row is nan"),
+        (torch.sum, None),
+        (lambda losses: losses.square().sum() + 3 * losses.sum(), None),
+    ],
+)
+def test_a_loss_of_the_user_that_is_no_finite_sum_is_noticed_in_one_line(tmp_path, reduce, words):
+    seen = []
+    options = {"batches": make_batches(2), "progress": False, "callbacks": [seen.append]}
+    mb.train(OWN_TASK, out=tmp_path / "run", task=own_loss(reduce), **options)
+    warnings = [event.text for event in seen if isinstance(event, WarningEvent) and "the loss" in event.text]
+    assert len(warnings) == (words is not None)
+    assert all(re.match(words, text) for text in warnings)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "message"),
+    [
+        (lambda losses: losses.sum(1), r"the loss returned a tensor of shape \(3,\); return the sum over the targets"),
+        (lambda losses: losses.sum().item(), "the loss returned float; return the sum over the targets"),
+        (lambda losses: losses.sum().detach(), "the loss does not depend on the weights"),
+    ],
+)
+def test_a_loss_of_the_user_that_cannot_be_trained_is_refused(tmp_path, reduce, message):
+    with pytest.raises(mb.InputError, match=message):
+        mb.train(OWN_TASK, out=tmp_path / "run", task=own_loss(reduce), batches=make_batches(2), progress=False)
+
+
+def test_looking_at_the_loss_of_the_user_changes_no_bit_of_the_training(tmp_path, monkeypatch):
+    recipe = {**OWN_TASK, "model": {**OWN["model"], "dropout": 0.3}}
+    options = {"task": own_loss(torch.sum), "batches": make_batches(2), "progress": False}
+    looked = mb.train(recipe, out=tmp_path / "looked", **options).model.state_dict()
+    monkeypatch.setattr(FunctionLoss, "find_problem", lambda *arguments: None)
+    plain = mb.train(recipe, out=tmp_path / "plain", **options).model.state_dict()
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in looked.items())
+
+
+def smoothed_losses(text):
+    return re.findall(r"step (\d+)/\d+  loss (\d+\.\d+) \(smoothed\)", text)
+
+
+def test_the_smoothed_loss_continues_when_a_run_is_resumed(recipe, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    options = {"train.schedule": "constant", "train.steps": 9}
+    mb.train(recipe, options, out=tmp_path / "whole")
+    whole = smoothed_losses(capfd.readouterr().err)
+    mb.train(recipe, options | {"train.steps": 5, "train.save_every": 4}, out=tmp_path / "part")
+    capfd.readouterr()
+    shutil.rmtree(tmp_path / "part/checkpoints/step-5")  # killed after step 5, it continues from step 4
+    mb.train(recipe, options | {"train.save_every": 4}, out=tmp_path / "part", resume=True)
+    resumed = smoothed_losses(capfd.readouterr().err)
+    assert resumed == whole[-len(resumed) :]
+    assert [step for step, _ in resumed] == ["5", "6", "7", "8", "9"]
+    losses = [row["loss"] for row in mb.read_metrics(tmp_path / "whole") if "loss" in row]
+    expected = losses[0]
+    for loss in losses[1:]:
+        expected = 0.95 * expected + 0.05 * loss
+    assert resumed[-1][1] == f"{expected:.4f}"
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_starts_again_with_its_data(tmp_path):

@@ -20,6 +20,7 @@ from monoblock.training.events import (
     TrainingEvent,
     WarningEvent,
 )
+from monoblock.training.metrics_file import METRICS_FILE, read_metrics
 from monoblock.untrusted_files import show_controls
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class TrainingProgress:
         self.bar: Any = None
         self.task: Any = None
         self.loss: float | None = None
+        self.earlier_losses: dict[int, float] = {}  # of the steps before the run was resumed
         self.start_tokens, self.start_time, self.last_line_time = 0, 0.0, 0.0
         self.tokens_per_second = 0.0
         self.start_step = self.last_step = self.printed_step = 0
@@ -96,7 +98,10 @@ class TrainingProgress:
                 self._print_status(force=True)
 
     def _handle_step(self, event: StepEvent) -> None:
-        self.loss = event.loss if self.loss is None else SMOOTHING * self.loss + (1 - SMOOTHING) * event.loss
+        losses = [loss for step, loss in self.earlier_losses.items() if step < event.step]
+        self.earlier_losses = {}
+        for loss in (*losses, event.loss):
+            self.loss = loss if self.loss is None else SMOOTHING * self.loss + (1 - SMOOTHING) * loss
         now = time.monotonic()
         if not self.start_time:
             self.start_time = self.last_line_time = now
@@ -137,6 +142,8 @@ def train_to_end(
     callbacks: functions that are called with each event.
     """
     last: TrainingEvent | None = None
+    if resume and (run.folder / METRICS_FILE).is_file():
+        progress.earlier_losses = {row["step"]: row["loss"] for row in read_metrics(run.folder) if "loss" in row}
     with progress:
         for last in run.events(resume=resume):
             progress.handle_event(last)

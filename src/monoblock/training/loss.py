@@ -7,6 +7,7 @@ processes, padding and bucketing do not change the loss.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.errors import InputError
 from monoblock.kernels.linear_cross_entropy import linear_cross_entropy, supports_linear_cross_entropy
 from monoblock.nn.experts import load_balancing_loss
 from monoblock.nn.kv_cache.lstm_state import CarriedState
@@ -24,6 +26,8 @@ from monoblock.nn.norm import HALF_DTYPES
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel import vocabulary
+
+MEAN_TOLERANCE = 1e-3  # relative difference between the losses of a row and of the same row twice
 
 
 class RouterTap:
@@ -64,7 +68,39 @@ class FunctionLoss:
     function: Callable[[nn.Module, dict[str, Tensor], Tensor], Tensor]
 
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-        return self.function(model, inputs, labels)
+        loss: object = self.function(model, inputs, labels)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"the loss returned {found}; return the sum over the targets, a tensor with one number")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise InputError(
+                "the loss does not depend on the weights; compute it from the outputs of the model, without .item(), "
+                ".detach(), argmax or numpy"
+            )
+        return loss.reshape(())
+
+    @torch.no_grad()
+    def find_problem(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> str | None:
+        """Return in one line why this is not a finite sum over targets, as one row shows and the same row twice."""
+        is_target = (labels != IGNORE_INDEX).flatten(1).any(1) if labels.dim() > 1 else labels != IGNORE_INDEX
+        tensors = [labels, *inputs.values()]
+        if not is_target.any() or not all(isinstance(one, Tensor) and len(one) == len(labels) for one in tensors):
+            return None
+        row = int(is_target.nonzero()[0])
+
+        def loss_of(*rows: int) -> float:
+            index = torch.tensor(rows, device=labels.device)
+            return float(self(model, {name: tensor[index] for name, tensor in inputs.items()}, labels[index]))
+
+        once, twice = loss_of(row), loss_of(row, row)
+        if not math.isfinite(once):
+            return f"the loss of the first row is {once}; updates with such a loss are skipped"
+        if once and abs(twice - once) <= MEAN_TOLERANCE * abs(once):
+            return (
+                f"the loss seems to be a mean: it is {once:.4g} for a row and {twice:.4g} for the row twice; return "
+                "the sum over the targets, which training divides by their number (docs/tasks.md)"
+            )
+        return None
 
     def evaluation_loss(self) -> FunctionLoss:
         return self

@@ -28,7 +28,7 @@ from monoblock.training.events import (
     TrainingEvent,
     WarningEvent,
 )
-from monoblock.training.loss import Loss
+from monoblock.training.loss import FunctionLoss, Loss
 from monoblock.training.optimizer import Optimizers
 from monoblock.training.runtime import RuntimeConfig
 from monoblock.training.saving.saver import CheckpointSaver
@@ -99,11 +99,14 @@ class Trainer:
         if resume:  # before the first event, which tells a listener that the checkpoint was accepted
             yield from self._resume()
         yield from self.runtime.decisions
-        batches = self.batches(self.step)
+        batches, first_step = self.batches(self.step), self.step
         with self.saver.finish_on_error():
             try:
                 while self.step < self.args.steps and not self._must_stop():
-                    yield from self._run_step(next(batches))
+                    batch = next(batches)
+                    if self.step == first_step:
+                        yield from self._check_loss(batch)
+                    yield from self._run_step(batch)
                 yield from self._report(self.updater.finish())
             finally:
                 getattr(batches, "close", lambda: None)()
@@ -117,6 +120,23 @@ class Trainer:
         stop, failed = self.world.all_reduce_sum(self.should_stop(), self.saver.has_failed)
         self.saver.raise_error_if(failed)
         return bool(stop)
+
+    def _check_loss(self, batch: TensorBatch) -> Iterator[WarningEvent]:
+        """Warn if a loss of the user is not a finite sum over the targets; this changes no state of the training."""
+        if not isinstance(self.loss, FunctionLoss) or self.world.size > 1:
+            return
+        batch, rng_state = batch.to(self.runtime.device), resume_state.rng_tensors()
+        self.model.eval()
+        try:
+            with self.runtime.autocast():
+                problem = self.loss.find_problem(self.model, batch.inputs, batch.labels)
+        except Exception:  # a function that cannot compute the loss of one row; another error comes again in the step
+            problem = None
+        finally:
+            self.model.train()
+            resume_state.restore_rng(rng_state)
+        if problem is not None:
+            yield WarningEvent(problem)
 
     def _run_step(self, batch: TensorBatch) -> Iterator[TrainingEvent]:
         """Run one step, then evaluate, sample and save if due."""
