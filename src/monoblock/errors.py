@@ -63,4 +63,4 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 def with_article(words: str) -> str:
     """Return the words after "a" or "an", as in "a decoder-only" and "an encoder-only"."""
-    return f"{'an' if words[:1] in 'aeiou' else 'a'} {words}"
+    return f"{'an' if words[:1].lower() in 'aeiou' else 'a'} {words}"

@@ -34,7 +34,7 @@ from monoblock.config.model import (
 )
 from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.resize import check_positive_int, resize_pattern
-from monoblock.errors import ConfigError, did_you_mean
+from monoblock.errors import ConfigError, did_you_mean, with_article
 
 # The arguments from which a part of a configuration is rebuilt. In those of a block, "attention" and "cross" are such
 # arguments themselves until all knobs are set, so that a knob may set a field of self-attention alone.
@@ -261,6 +261,11 @@ APPLIED_LAST = (
 
 def vary(config: ModelConfig, **knobs: Unpack[Knobs]) -> ModelConfig:
     """Return a copy of a configuration with some values changed; the names of `knobs` are listed in KNOBS."""
+    if not isinstance(config, ModelConfig):
+        preset = f"mb.preset({config!r:.60})" if isinstance(config, str) else "mb.preset(name)"
+        instead = "model.config" if hasattr(config, "config") else preset
+        kind = with_article(type(config).__name__)
+        raise ConfigError(f"vary changes a ModelConfig, but got {kind}; write mb.vary({instead}, …)")
     return _apply_knobs(config, knobs)
 
 

@@ -18,6 +18,7 @@ from monoblock.decoding.recorded_rounds import run_recorded_rounds
 from monoblock.decoding.request import Request, RequestOutput, request_rows
 from monoblock.decoding.settings import check_count
 from monoblock.errors import InputError, with_article
+from monoblock.nn.check_model import check_model
 from monoblock.nn.transformer import Transformer
 
 
@@ -32,8 +33,7 @@ class DraftModel:
     """
 
     def __init__(self, model: Transformer, max_proposals: int = 4, max_checked: int | None = None) -> None:
-        if not hasattr(model, "decoder") or not hasattr(model, "config"):
-            raise InputError(f"{with_article(type(model).__name__)} cannot propose tokens; give a Transformer as draft")
+        check_model(model, Transformer, "DraftModel")
         check_count("max_proposals", max_proposals, 1)
         if max_checked is not None:
             check_count("max_checked", max_checked, 1)

@@ -21,6 +21,7 @@ from monoblock.errors import InputError, did_you_mean
 from monoblock.inspection.edits import Edit, match_names
 from monoblock.inspection.layout import Activation, Layout, OwnLayout, layout_of
 from monoblock.inspection.module_taps import tap_modules
+from monoblock.nn.check_model import check_model
 from monoblock.nn.tap import Tap
 
 
@@ -96,6 +97,7 @@ def trace(
     gradients: keep the graph, so that after `seen.logits.sum().backward()` each `seen[name].grad` is set.
     options: further arguments of the model, such as attention_mask.
     """
+    check_model(model, nn.Module, "trace")
     tap = TraceTap(names, (edits,) if isinstance(edits, Edit) else edits, with_gradients=gradients)
     with nullcontext() if gradients else torch.no_grad(), attach_tap(model, tap):
         output = model(*inputs, **options)

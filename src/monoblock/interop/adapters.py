@@ -36,6 +36,7 @@ from monoblock.interop.labels import write_labels
 from monoblock.interop.rename import CONV1D, CONV1D_QKV, TensorMapping
 from monoblock.interop.safetensors_reader import SafetensorsWeights
 from monoblock.interop.weights_writer import commit_file
+from monoblock.nn.check_model import check_model
 from monoblock.nn.lora import LoraLinear, linear_shape, lora_layers, replace_module
 from monoblock.nn.transformer import Transformer
 from monoblock.untrusted_files import has_file, open_to_write, read_json, reading, safe_join, short_repr
@@ -69,6 +70,7 @@ def save_adapter(
     digest: identifies the weights of that model (digest.py).
     labels: the class names of the head.
     """
+    check_model(model, Transformer, "save_adapter")
     layers = dict(lora_layers(model))
     if not layers:
         raise InputError("this model has no adapters to save; add them to its projections with add_lora")
@@ -197,6 +199,7 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
     An adapter that monoblock trained together with a new head gives the model this head.
     Raise FileError if the adapters were made for a model of another structure or size.
     """
+    check_model(model, Transformer, "load_adapter")
     with reading(folder):
         return _load_adapter(model, Path(folder))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import warnings
+from os import PathLike
 from pathlib import Path
 
 from monoblock.config.presets import PRESETS
-from monoblock.errors import FileError
+from monoblock.errors import FileError, InputError, with_article
 
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 # owner/name or owner/name@revision; runs/NAME is always a local folder
@@ -36,6 +37,9 @@ def resolve_model_path(name_or_path: str | Path) -> Path:
     which commit was loaded. A path that exists, or whose parent folder exists, is never downloaded. For the name of a
     published model without its owner, raise an error that says what to write.
     """
+    if not isinstance(name_or_path, str | PathLike):
+        kind = with_article(type(name_or_path).__name__)
+        raise InputError(f"a model is loaded from a folder or a file, but got {kind}; give a path or owner/name")
     path = Path(name_or_path)
     if not path.exists() and path.name == str(name_or_path):
         _check_name(path.name)

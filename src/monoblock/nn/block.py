@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.config.model import BlockConfig
+from monoblock.errors import ConfigError
 from monoblock.nn.attention import Attention
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.experts import Experts
@@ -35,6 +36,8 @@ from monoblock.nn.tap import Tap, apply_tap, tap_argument
 class Block(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
+        if not isinstance(config, BlockConfig):
+            raise ConfigError(f"a Block is built from a BlockConfig, not from {config!r:.60}; write BlockConfig(…)")
         self.config = config
         attention_class = LinearAttention if config.attention.kind == "linear" else Attention
         self.attention = attention_class(config.width, config.attention)

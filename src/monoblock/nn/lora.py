@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.errors import ConfigError, InputError, did_you_mean
+from monoblock.nn.check_model import check_model
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -132,6 +133,7 @@ def add_lora(
     A target is the end of a projection's name, such as "query", "cross.value" or "decoder.3.feedforward.up".  "q", "k",
     "v" and "o" stand for "query", "key", "value" and "output", and "all" for every projection.
     """
+    check_model(model, nn.Module, "add_lora")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ConfigError(f"rank={rank!r} is not a whole number above 0; write 1 or more")
     if any(True for _ in lora_layers(model)):
@@ -198,6 +200,7 @@ def unmerge_lora(model: nn.Module) -> None:
 
 
 def _require_lora_layers(model: nn.Module) -> list[tuple[str, LoraLinear]]:
+    check_model(model, nn.Module, "merge_lora")
     layers = list(lora_layers(model))
     if not layers:
         raise InputError("this model has no adapters; add them with add_lora(model)")
@@ -206,6 +209,7 @@ def _require_lora_layers(model: nn.Module) -> list[tuple[str, LoraLinear]]:
 
 def fold_lora(model: M) -> M:
     """Return a copy with every adapter merged into its weight and removed; all weights of the copy are trainable."""
+    check_model(model, nn.Module, "fold_lora")
     folded = copy.deepcopy(model)
     for name, module in list(lora_layers(folded)):
         replace_module(folded, name, module.to_linear())

@@ -12,6 +12,7 @@ from torch import nn
 
 from monoblock.config.model import ModelConfig, QuantizeConfig
 from monoblock.errors import ConfigError, InputError
+from monoblock.nn.check_model import check_model
 from monoblock.nn.experts import Experts
 from monoblock.nn.lora import lora_layers, replace_module
 from monoblock.nn.transformer import Transformer
@@ -41,6 +42,7 @@ def quantize(
     With `activation_bits=8` the inputs of each matrix are rounded to 8 bits before every product, which costs some
     accuracy and makes prompts faster on a CPU (see `QuantizeConfig`).
     """
+    check_model(model, Transformer, "quantize")
     if bits not in DEFAULT_GROUP_SIZES or table_bits not in DEFAULT_GROUP_SIZES:
         option = f"bits={bits}" if bits not in DEFAULT_GROUP_SIZES else f"table_bits={table_bits}"
         raise ConfigError(f"{option} is not possible, because weights are stored in 8 or 4 bits; write 8 or 4")
@@ -49,8 +51,6 @@ def quantize(
             f"activation_bits={activation_bits} is not possible, because activations are rounded to 16 or 8 bits; "
             "write 16 or 8"
         )
-    if not isinstance(model, Transformer):
-        raise InputError(f"a {type(model).__name__} cannot be quantized; give a Transformer")
     if model.config.quantize is not None:
         raise InputError(
             f"this model is quantized to {model.config.quantize.bits} bits already; give the model before quantization"

@@ -48,6 +48,11 @@ def account(
     if isinstance(what, ModelConfig | RecurrentConfig):
         return account_config(what, name=name)
     if not isinstance(what, str | Path):
+        from monoblock.nn.check_model import check_model
+        from monoblock.nn.recurrent.lstm import Recurrent
+        from monoblock.nn.transformer import Transformer
+
+        check_model(what, (Transformer, Recurrent), "account", also="a configuration or the name of a preset")
         weights = {path.replace(".base.", "."): weight.numel() for path, weight in what.named_parameters()}  # of LoRA
         return account_config(what.config, name=name, not_covered=_compare(what.config, weights))
     if is_recipe(str(what)):

@@ -18,6 +18,7 @@ from monoblock.decoding.backends.inference.gpu_quantized_linear import can_join_
 from monoblock.decoding.backends.inference.padded_vocabulary import make_room, needs_padding, output_table
 from monoblock.decoding.backends.inference_copy import reason_for_no_copy
 from monoblock.nn.attention import Attention
+from monoblock.nn.check_model import check_model
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.linear import can_join
 from monoblock.nn.recurrent.lstm import Recurrent
@@ -31,6 +32,7 @@ def optimize(model: M) -> M:
 
     This does nothing to an LSTM, or to a model that is on a CPU or decoded without an inference copy.
     """
+    check_model(model, (Transformer, Recurrent), "optimize")
     if isinstance(model, Recurrent) or model.device.type != "cuda" or reason_for_no_copy(model) is not None:
         return model
     join_projection_storage(model)

@@ -23,6 +23,8 @@ from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState
 from monoblock.decoding.backends.inference_copy import build_inference_copy, reason_for_no_copy, refresh, signature
 from monoblock.decoding.backends.search.cuda_search import BufferPool
 from monoblock.decoding.backends.speculative_graph import SPARE_TOKENS, SpeculativeGraphState
+from monoblock.nn.check_model import check_model
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 _PREPARED: WeakKeyDictionary[Transformer, PreparedModel] = WeakKeyDictionary()
@@ -104,6 +106,7 @@ def prepare(model: Transformer) -> PreparedModel | None:
 
 def release(model: Transformer) -> None:
     """Free everything that decoding has prepared for a model; the next call of `prepare` builds it again."""
+    check_model(model, (Transformer, Recurrent), "release")
     with _lock:
         _PREPARED.pop(model, None)
     if torch.cuda.is_available():

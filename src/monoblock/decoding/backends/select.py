@@ -31,6 +31,7 @@ from monoblock.decoding.evaluation_mode import evaluation_mode
 from monoblock.decoding.prompt import PromptLimits
 from monoblock.errors import InputError, with_article
 from monoblock.kernels.cpu import onednn
+from monoblock.nn.check_model import check_model
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
@@ -71,8 +72,7 @@ def choose_backend(
     model: Transformer | Recurrent, *, use_cache: bool = True, optimize: bool = True, tap: Tap | None = None
 ) -> Backend:
     """Choose the backend for a model; `optimize=False` runs the model itself instead of an inference copy."""
-    if not hasattr(model, "decoder") or not hasattr(model, "config"):
-        raise InputError(f"{with_article(type(model).__name__)} is no model to decode; give a Transformer or Recurrent")
+    check_model(model, (Transformer, Recurrent), "Engine")
     if tap is not None and not callable(tap):
         raise InputError(f"tap={tap!r:.60} is not valid; write a function (name, activation) -> activation or None")
     if isinstance(model, Recurrent):

@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +34,9 @@ from monoblock.interop.huggingface.ignored_fields import is_harmless
 from monoblock.interop.huggingface.load import find_family
 from monoblock.interop.rename import TensorMapping, map_weights
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, TensorFactory, save_weights
+from monoblock.nn.check_model import check_model
+from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import dequantize, merge_adapters
-
-if TYPE_CHECKING:
-    from monoblock.nn.transformer import Transformer
 
 MAX_REASONS = 3  # families named in an error
 
@@ -106,6 +105,7 @@ def export_hf(
     companions: what else is written; by default what lies beside the weights that the model was loaded from.
     max_shard_size: the maximum size of a weights file in bytes.
     """
+    check_model(model, Transformer, "export_hf")
     companions = read_companions(model.loaded_from) if companions is None else companions
     model = merge_adapters(model)
     if model.config.quantize is not None:

@@ -8,6 +8,7 @@ import torch
 
 from monoblock.config.model import Learned, PatchConfig
 from monoblock.errors import InputError, with_article
+from monoblock.nn.check_model import check_model
 from monoblock.nn.embedding import PatchEmbedding
 from monoblock.nn.lora import fold_lora
 from monoblock.nn.positions import interpolate_grid
@@ -22,6 +23,7 @@ def interpolate(model: Transformer, image: int) -> Transformer:
     The position embeddings of patches, learned or sinusoidal, are resized by bicubic interpolation and become learned
     ones; those of class tokens stay the same.  Adapters are merged into their weights.
     """
+    check_model(model, Transformer, "interpolate")
     embedding, config = model.input, model.config.input
     if not (isinstance(embedding, PatchEmbedding) and isinstance(config, PatchConfig)):
         raise InputError(

@@ -68,6 +68,8 @@ class Recurrent(nn.Module):
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
+        if not isinstance(config, RecurrentConfig):
+            raise ConfigError(f"a Recurrent is built from a RecurrentConfig, not from {config!r:.60}; write one")
         self.config = config
         if config.kind == "language_model" and (config.target_vocab is not None or not config.attention):
             option = f"target_vocab={config.target_vocab}" if config.attention else "attention=False"
