@@ -107,3 +107,53 @@ def test_labels_are_not_read_as_pairs(write):
         list(read_pairs(write("a.tsv", "text\tlabel\ngood\tpos\n")))
     with pytest.raises(FileError, match="has no column named source or target"):
         list(read_pairs(write("a.csv", "text,label\ngood,pos\n")))
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "pair"),
+    [
+        ("en\tde", "one\teins", Pair("one", "eins")),
+        ("English\tGerman\tcount", "one\teins\t3", Pair("one", "eins", 3)),
+        ("id\ttext_en\ttext_hi", "7\tone\tएक", Pair("one", "एक")),
+        ("eng_Latn\thin_Deva", "one\tएक", Pair("one", "एक")),
+        ("pt_BR\tzh-Hant", "um\t一", Pair("um", "一")),
+        ("Wort\tÜbersetzung\tAnzahl", "eins\tone\t3", Pair("eins", "one", 3)),
+    ],
+)
+def test_a_header_of_pairs_in_other_words_is_no_pair_and_is_pointed_out(write, header, row, pair):
+    path = write("a.tsv", f"{header}\n{row}\n")
+    shown = header.replace("\t", ", ")
+    for read in (read_pairs, lambda path: load_corpus(path, "all").rows):
+        with pytest.warns(
+            UserWarning, match=f"a.tsv: the first line, '{shown}', is read as names of columns"
+        ) as caught:
+            assert list(read(path)) == [pair]
+        assert len(caught) == 1
+    as_data = write("b.tsv", "source\ttarget\n" + "\n".join(["\t".join(pair[:2])]) + "\n")
+    assert list(read_pairs(as_data)) == [Pair(*pair[:2])], "without a warning: warnings are errors"
+
+
+@pytest.mark.parametrize("first", ["it\tes\t3", "de\tde", "is\tist sie", "English\tEnglisch", "one\teins"])
+def test_a_first_pair_that_names_no_two_languages_is_kept(write, first):
+    source, target, *count = first.split("\t")
+    row = "one\teins" + "\t1" * len(count)
+    expected = [Pair(source, target, *map(int, count)), Pair("one", "eins")]
+    assert list(read_pairs(write("a.tsv", f"{first}\n{row}\n"))) == expected
+
+
+def test_the_columns_of_a_csv_file_of_pairs_may_be_named_after_languages(write):
+    path = write("a.csv", "id,de,en\n1,eins,one\n")
+    corpus = load_corpus(path, "all")
+    assert (corpus.kind, corpus.rows) == ("pairs", [Pair("eins", "one")])
+    assert infer_corpus_kind(path, ("labelled", "pairs")) == "pairs"
+
+
+def test_the_languages_are_those_of_iso_639():
+    from monoblock.data.readers.languages import names_language
+
+    pycountry = pytest.importorskip("pycountry")
+    for language in pycountry.languages:
+        if hasattr(language, "alpha_2"):
+            name = language.name.partition(" (")[0]
+            assert all(map(names_language, (language.alpha_2, language.alpha_3, name, f"text_{language.alpha_2}")))
+    assert not any(map(names_language, ("", "one", "a sentence", "text", "ist", "de la")))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from monoblock.data.readers.languages import names_language
 from monoblock.data.readers.lines import empty_file_error, numbered_lines
 from monoblock.data.readers.records import CorpusKind
 from monoblock.errors import FileError
@@ -84,10 +85,33 @@ def find_columns(header: Sequence[str], names: ColumnNames) -> dict[str, int]:
     return {what: cells.index(name) for what, name in found.items() if name is not None}
 
 
+def find_pair_columns(header: Sequence[str]) -> dict[str, int]:
+    """Return the index of the columns of pairs that a header names; {} if it does not name a source and a target.
+
+    If it names neither, but two languages, as in en<TAB>de, the first of them is the source.
+    """
+    found = find_columns(header, PAIR_COLUMNS)
+    if found.keys() >= {"source", "target"}:
+        return found
+    languages = [index for index, cell in enumerate(header) if names_language(cell)]
+    if len(languages) > 2:  # "id" and "no" are codes of languages, and names of columns with numbers
+        languages = [index for index in languages if header[index].strip().casefold() not in ("id", "no")]
+    differ = len({header[index].strip().casefold() for index in languages}) == len(languages) == 2
+    if not differ or any(is_count(cell.strip()) for cell in header):  # is source<TAB>target<TAB>frequency a row?
+        return {}
+    return {"source": languages[0], "target": languages[1]} | {
+        name: index for name, index in found.items() if name == "frequency"
+    }
+
+
+def is_count(cell: str) -> bool:
+    return cell.isascii() and cell.isdigit()
+
+
 def header_kind(header: Sequence[str]) -> CorpusKind | None:
     """Return the kind of corpus whose columns a header names; None if it names neither labels nor pairs nor texts."""
     found = (kind for kind, names in REQUIRED_COLUMNS.items() if find_columns(header, names).keys() == names.keys())
-    return next(found, None)
+    return next(found, "pairs" if find_pair_columns(header) else None)
 
 
 def table_kind(path: str | Path) -> CorpusKind | None:
@@ -100,6 +124,8 @@ def table_kind(path: str | Path) -> CorpusKind | None:
 
 def check_columns(path: str | Path, header: Sequence[str], kind: CorpusKind) -> None:
     """Raise FileError unless the header of a .csv file names the columns of a corpus of this kind."""
+    if kind == "pairs" and find_pair_columns(header):
+        return
     required = REQUIRED_COLUMNS[kind]
     missing = [name for name in required if name not in find_columns(header, required)]
     if missing:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import chain, zip_longest
 from pathlib import Path
+from warnings import warn
 
 from monoblock.data.readers.columns import (
-    PAIR_COLUMNS,
+    REQUIRED_COLUMNS,
     TableRow,
     check_columns,
     check_width,
     find_columns,
+    find_pair_columns,
     header_kind,
+    is_count,
     read_table,
 )
 from monoblock.data.readers.lines import column_error, empty_file_error, numbered_lines, read_jsonl, string_field
@@ -28,30 +31,51 @@ def read_pairs(path: str | Path) -> Iterator[Pair]:
     """Yield the pairs of a .csv file, of a tab-separated file, or of a .jsonl or .json file with one object per line.
 
     The columns are the source, the target and optionally how often the pair was observed. The first line of a .csv file
-    names them (source, target, frequency), and so may that of a tab-separated file. PAIR_KEYS lists the keys of the
-    JSON objects.
+    names them (source, target, frequency, or two languages), and so may that of a tab-separated file; where its names
+    are other words than source and target, a warning says that they are not read as a pair. PAIR_KEYS lists the keys of
+    the JSON objects.
     """
     if Path(path).suffix in (".jsonl", ".json"):
         yield from _read_jsonl_pairs(path)
         return
     table = read_table(path)
     first = next(table)
-    kind = header_kind(first.cells)
-    if Path(path).suffix == ".csv" or kind == "labelled":
+    is_csv = Path(path).suffix == ".csv"
+    if is_csv or header_kind(first.cells) == "labelled":
         check_columns(path, first.cells, "pairs")
-    columns = find_columns(first.cells, PAIR_COLUMNS) if kind == "pairs" else dict(POSITIONS)
-    for row in table if kind == "pairs" else chain([first], table):
-        if kind == "pairs":
+    named, second = find_pair_columns(first.cells), next(table, None)
+    if not is_csv and _is_inferred_header(first, second, named):
+        warn(
+            f"{path}: the first line, {', '.join(map(str.strip, first.cells))!r:.60}, is read as names of columns; "
+            "if it is a pair, write source<TAB>target above it",
+            stacklevel=2,
+        )
+        named = named or dict(POSITIONS)
+    rows = chain([] if second is None else [second], table)
+    columns = named or dict(POSITIONS)
+    for row in rows if named else chain([first], rows):
+        if named:
             check_width(path, row, first.cells)
         elif len(row.cells) not in (2, 3):
             raise column_error(path, row.number, len(row.cells), "source<TAB>target")
         yield _parse_pair(path, row, columns)
 
 
+def _is_inferred_header(first: TableRow, second: TableRow | None, named: Mapping[str, int]) -> bool:
+    """Return whether a first line names columns in other words than ours: two languages, or a word above counts."""
+    if named:
+        return len(find_columns(first.cells, REQUIRED_COLUMNS["pairs"])) < len(REQUIRED_COLUMNS["pairs"])
+    rows = [first, second]
+    first_counts, second_counts = (
+        row is not None and len(row.cells) == len(POSITIONS) and is_count(row.cells[-1].strip()) for row in rows
+    )
+    return second_counts and not first_counts and len(first.cells) == len(POSITIONS)
+
+
 def _parse_pair(path: str | Path, row: TableRow, columns: Mapping[str, int]) -> Pair:
     cells = {name: row.cells[index].strip() for name, index in columns.items() if index < len(row.cells)}
     frequency = cells.get("frequency", "1")
-    if not (frequency.isascii() and frequency.isdigit()):
+    if not is_count(frequency):
         raise FileError(f"{path}, line {row.number}: the third column {frequency!r:.40} is not a count; write a number")
     if not (cells["source"] and cells["target"]):
         raise _empty_side_error(path, row.number)
