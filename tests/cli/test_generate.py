@@ -41,6 +41,39 @@ def test_the_text_is_printed_after_its_prompt_and_a_suggestion_on_stderr(causal_
     assert err.splitlines()[-1] == f"Try: monoblock bench {causal_model}"
 
 
+NOTE = "note: the text ends here because its context of 48 tokens, prompt included, is full"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--num-beams", "3"], ["--num-beams", "3", "--num-return-sequences", "2"], ["--max-new-tokens", "100"]],
+)
+def test_a_text_that_ends_where_the_context_does_says_so_in_one_line(causal_model, arguments, capsys):
+    common = ["--temperature", "0"] if arguments[:1] == ["--max-new-tokens"] else []
+    assert run(["generate", causal_model, "And the 7", *common, *arguments]) == 0
+    assert capsys.readouterr().err.splitlines().count(NOTE) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--max-new-tokens", "9"], ["--json"]])
+def test_another_end_and_json_which_has_the_reason_need_no_note(causal_model, arguments, capsys):
+    assert run(["generate", causal_model, "And the 7", *arguments]) == 0
+    assert NOTE not in capsys.readouterr().err
+
+
+def test_an_answer_of_a_chat_that_ends_where_the_context_does_says_so(chat_model, type_input, capsys):
+    type_input("Hello\n")
+    assert run(["chat", chat_model, "--temperature", "0", "--max-new-tokens", "500", "--min-new-tokens", "400"]) == 0
+    assert capsys.readouterr().err.count("note: the text ends here because its context of 128 tokens") == 1
+
+
+def test_the_defaults_of_a_documented_run_fit_its_context_and_the_doctor_agrees(causal_model, capsys):
+    """The recipe says nothing about `generate`, whose 120 tokens are more than the context of 48."""
+    with open(f"{causal_model}/generation_config.json") as file:
+        assert json.load(file)["max_new_tokens"] == 47
+    run(["doctor", causal_model, "--json"])
+    assert "generation_defaults" in json.loads(capsys.readouterr().out)["passed"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -97,7 +97,7 @@ def strip_padding(rows):
 def test_a_beam_of_one_is_greedy(name):
     expected = strip_padding(generate_batch(name, GREEDY))
     assert min(map(len, expected)) < NEW, "no row ends early, so stopping is not tested"
-    settings = Settings(eos_token_id=eos_tokens(name), early_stopping=True, **GREEDY)
+    settings = Settings(eos_token_id=eos_tokens(name), num_beams=1, early_stopping=True, **GREEDY)
     assert run_engine(add_requests(Engine(tiny_model(name), capacity=CAPACITY), settings, beams=True)) == expected
 
 

@@ -57,7 +57,7 @@ def test_a_stream_concatenates_to_what_generate_returns(causal_pipe, options):
 def test_options_override_the_defaults_of_the_folder(causal_pipe):
     torch.manual_seed(1)
     settings = causal_pipe.resolve_settings({})
-    assert (settings.temperature, settings.top_p, settings.max_new_tokens) == (0.8, 0.95, 120)
+    assert (settings.temperature, settings.top_p, settings.max_new_tokens) == (0.8, 0.95, 47)
     assert causal_pipe.resolve_settings({"temperature": 0, "max_new_tokens": 5}).temperature == 0
     assert causal_pipe.resolve_settings({"num_beams": 3}).temperature == 0, (
         "the option num_beams overrides the default temperature"

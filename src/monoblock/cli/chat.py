@@ -78,8 +78,8 @@ def command(
 def _generate_reply(
     pipe: Pipeline, messages: list[Message], stop: tuple[str, ...], options: dict[str, Any], as_json: bool
 ) -> Message:
-    chunks = pipe.chat_stream(messages, stop=stop, **options)
-    text = "".join(chunks) if as_json else print_stream(chunks)
+    chunks = pipe.chat_chunks(messages, stop=stop, **options)
+    text = "".join(chunk.text for chunk in chunks) if as_json else print_stream(pipe, chunks)
     reply = {"role": "assistant", "content": text.strip()}
     if as_json:
         echo(dump_json(reply))

@@ -14,6 +14,7 @@ from monoblock.cli._shared.decoding_options import (
     SAMPLING_OPTIONS,
     add_options,
     drop_unset,
+    note_full_context,
     print_stream,
     resolve_settings,
     stop_option,
@@ -84,12 +85,14 @@ def _print_texts(pipe: Pipeline, text: str, stop: tuple[str, ...], options: dict
     if as_json:
         print_json(_generate_json(pipe, text, stop, options))
     elif settings.num_return_sequences > 1 or (settings.num_beams > 1 and "num_beams" in options):
-        for hypothesis in pipe.generate_hypotheses([text], stop=stop, **options)[0]:
+        hypotheses = pipe.generate_hypotheses([text], stop=stop, **options)[0]
+        for hypothesis in hypotheses:
             echo(_prompt_prefix(pipe, text) + hypothesis.text)
+        note_full_context(pipe, [hypothesis.finish_reason for hypothesis in hypotheses])
     else:
-        chunks = pipe.stream(text, stop=stop, **options)
+        chunks = pipe.stream_chunks(text, stop=stop, **options)
         echo(_prompt_prefix(pipe, text), nl=False)
-        print_stream(chunks)
+        print_stream(pipe, chunks)
 
 
 def _prompt_prefix(pipe: Pipeline, text: str) -> str:

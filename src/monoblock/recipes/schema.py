@@ -243,6 +243,10 @@ class GenerateSection:
         check_at_least(self, 1, "num_beams", "max_new_tokens")
         check_at_least(self, 0, "scored_rows")
 
+    def new_tokens_within(self, context: int | None) -> int:
+        """Return max_new_tokens, or as many as fit in a context after a prompt of one token."""
+        return self.max_new_tokens if context is None else min(self.max_new_tokens, max(1, context - 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:

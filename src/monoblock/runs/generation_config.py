@@ -6,7 +6,7 @@ The file is read from run folders and Hugging Face folders. Fields that are not 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +97,23 @@ def _decoder_start_token_id(value: Any, folder: Path, tokenizer: Tokenizer) -> i
 
 
 def build_generation_config(
-    section: GenerateSection, task: Task, tokenizer: Tokenizer | None, stored: Mapping[str, Any] | None = None
+    section: GenerateSection,
+    task: Task,
+    tokenizer: Tokenizer | None,
+    context: int | None,
+    stored: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the content of generation_config.json for a run.
 
     It has the options for sampling or beam search, as `task.decoding` says, and the ids of special tokens.  If training
     starts from a model with settings of its own, `stored`, these are kept, but for those that the recipe changes.
+
+    context: the maximum number of tokens of the model, None for no limit.
     """
+    section = replace(section, max_new_tokens=section.new_tokens_within(context))
     if stored:
         default = GenerateSection()
+        default = replace(default, max_new_tokens=default.new_tokens_within(context))
         changed = {name: value for name, value in asdict(section).items() if value != getattr(default, name)}
         stated = {name: value for name, value in changed.items() if name in SETTINGS_FIELDS}
         return {**stored, **stated} | ({"do_sample": section.temperature > 0} if "temperature" in changed else {})

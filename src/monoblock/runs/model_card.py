@@ -39,7 +39,7 @@ def render_model_card(
         f"- trained on: {recipe.data.corpus} ({data.summary})\n"
         f"- objective: {section.objective}, {section.steps:,} updates of {_format_batch_size(section)}, "
         f"{custom_optimizer or section.optimizer}, lr {section.lr:g}, {section.schedule}, seed {section.seed}\n"
-        f"{_format_decoding(recipe, task)}"
+        f"{_format_decoding(recipe, task, model.config.context)}"
         f"{figures}"
     )
 
@@ -50,14 +50,14 @@ def _format_batch_size(section: TrainSection) -> str:
     return f"at most {section.batch_tokens:,} tokens"
 
 
-def _format_decoding(recipe: Recipe, task: Task) -> str:
+def _format_decoding(recipe: Recipe, task: Task, context: int | None) -> str:
     """Return the line about beam search, with its options; "" if the task does not decode by beam search."""
     section = recipe.generate
     if task.decoding != "beam_search":
         return ""
     beam = f"beam {section.num_beams}, length penalty {section.length_penalty:g}"
     search = beam if section.num_beams > 1 else "greedy"
-    return f"- targets: {search}, at most {section.max_new_tokens} tokens (generation_config.json)\n"
+    return f"- targets: {search}, at most {section.new_tokens_within(context)} tokens (generation_config.json)\n"
 
 
 def _format_rows(metrics: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from typing import Unpack, cast, overload
 
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.settings import Settings, split_seeds
-from monoblock.decoding.streaming_text import chunk_texts
+from monoblock.decoding.streaming_text import TextChunk, chunk_texts
 from monoblock.errors import InputError
 from monoblock.nn.inputs.generation_options import GenerationOptions, PipelineOptions
 from monoblock.nn.recurrent.lstm import Recurrent
@@ -130,10 +130,14 @@ class Pipeline(PredictionMethods):
 
     def stream(self, prompt: str, *, stop: Stop = (), **options: Unpack[PipelineOptions]) -> Iterator[str]:
         """Yield the continuation of a prompt in pieces as it is generated; joined, they are the text of `generate`."""
+        return chunk_texts(self.stream_chunks(prompt, stop=stop, **options))
+
+    def stream_chunks(self, prompt: str, *, stop: Stop = (), **options: Unpack[PipelineOptions]) -> Iterator[TextChunk]:
+        """Yield the pieces of `stream` with their token ids; the last has the reason why the text ends."""
         truncation = options.pop("truncation", None)
         settings = self.resolve_settings(options, streaming=True)
         encoded = self.loaded.truncate(self.encode_prompt(prompt), truncation, settings.max_new_tokens)
-        return chunk_texts(self.loaded.stream_chunks([encoded], [settings], stop))
+        return self.loaded.stream_chunks([encoded], [settings], stop)
 
     def generate_hypotheses(
         self,
@@ -166,10 +170,16 @@ class Pipeline(PredictionMethods):
         self, messages: ChatMessages, *, stop: Stop = (), **options: Unpack[PipelineOptions]
     ) -> Iterator[str]:
         """Yield the next answer of the assistant in pieces, as it is generated."""
+        return chunk_texts(self.chat_chunks(messages, stop=stop, **options))
+
+    def chat_chunks(
+        self, messages: ChatMessages, *, stop: Stop = (), **options: Unpack[PipelineOptions]
+    ) -> Iterator[TextChunk]:
+        """Yield the pieces of `chat_stream` with their token ids; the last has the reason why the answer ends."""
         truncation = options.pop("truncation", None)
         settings = self.resolve_settings(options, streaming=True)
         prompt = self.loaded.truncate(self.encode_chat(messages), truncation, settings.max_new_tokens)
-        return chunk_texts(self.loaded.stream_chunks([prompt], [settings], stop, new_text=True))
+        return self.loaded.stream_chunks([prompt], [settings], stop, new_text=True)
 
     def resolve_settings(self, options: Mapping[str, object], *, streaming: bool = False) -> Settings:
         """Return the decoding settings: the defaults of the model folder, overridden by options."""

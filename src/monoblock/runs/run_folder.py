@@ -70,7 +70,7 @@ def write_initial_files(
         tokenizer.save_pretrained(folder)
     stored = start.generation if start is not None and task.decoding != "none" else {}
     tokens = start.special_tokens if start is not None else {}
-    defaults = build_generation_config(recipe.generate, task, tokenizer, stored) | dict(tokens)
+    defaults = build_generation_config(recipe.generate, task, tokenizer, config.context, stored) | dict(tokens)
     write_atomically(folder / GENERATION_CONFIG_FILE, json.dumps(defaults, indent=2) + "\n")
     if labels:
         write_atomically(folder / LABELS_FILE, json.dumps(labels, indent=2, ensure_ascii=False) + "\n")

@@ -12,6 +12,7 @@ from monoblock.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from monoblock.decoding.settings import Settings
+    from monoblock.decoding.streaming_text import TextChunk
     from monoblock.runs.pipeline import Pipeline
 
 # Option -> (field of Settings, type, help). Options not given fall back to the folder's generation_config.json.
@@ -71,11 +72,20 @@ def resolve_settings(pipe: Pipeline, options: dict[str, Any]) -> Settings:
         raise ConfigError(str(problem)) from None
 
 
-def print_stream(chunks: Iterable[str]) -> str:
+def print_stream(pipe: Pipeline, chunks: Iterable[TextChunk]) -> str:
     """Print the chunks of a text as they are generated; return the whole text."""
-    printed = []
+    printed, ends = [], []
     for chunk in chunks:
-        echo(chunk, nl=False)
-        printed.append(chunk)
+        echo(chunk.text, nl=False)
+        printed.append(chunk.text)
+        ends.append(chunk.finish_reason)
     echo()
+    note_full_context(pipe, ends)
     return "".join(printed)
+
+
+def note_full_context(pipe: Pipeline, ends: Iterable[str | None]) -> None:
+    """Print a note if a text has ended because the context is full; `ends` are the finish reasons."""
+    if "context" in ends:
+        context = pipe.model.config.context
+        echo(f"note: the text ends here because its context of {context} tokens, prompt included, is full", err=True)
