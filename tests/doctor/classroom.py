@@ -506,6 +506,40 @@ MASK_LINE = {
 }
 ZEROS = "for p in model.parameters():\n    if p.dim() > 1:\n        nn.init.zeros_(p)"
 
+# Other ways to write a healthy model: style and replaced lines.
+VARIANTS = {
+    "post-norm": (
+        "lecture",
+        lines(L_ATTENTION, "x = self.ln1(x + self.sa(x))", L_FEEDFORWARD, "x = self.ln2(x + self.ffwd(x))"),
+    ),
+    "parallel": (
+        "nanogpt",
+        lines(N_ATTENTION, "", N_FEEDFORWARD, "x = x + self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x))"),
+    ),
+    "scaled_dot_product_attention": (
+        "nanogpt",
+        lines(
+            *(part for line in (N_SCORES, N_MASK, N_SOFTMAX, "att = self.attn_dropout(att)") for part in (line, "")),
+            "y = att @ v",
+            "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)",
+        ),
+    ),
+    "weights of attention asked for": (
+        "multihead",
+        lines(
+            "attn_out, _ = self.attn(h, h, h, attn_mask=mask, need_weights=False)",
+            "attn_out, _ = self.attn(h, h, h, attn_mask=mask)",
+        ),
+    ),
+}
+LAYERS = {  # style -> the line that sets the number of layers, and how it is written for another
+    "lecture": ("n_layer = 3", "n_layer = {}"),
+    "nanogpt": ("n_layer: int = 3", "n_layer: int = {}"),
+    "multihead": tuple(
+        f"VOCAB, D_MODEL, NUM_HEADS, NUM_LAYERS, MAX_LEN, PAD = 61, 32, 4, {count}, 40, 0" for count in ("3", "{}")
+    ),
+}
+
 IN_THE_MODULE = "nn.MultiheadAttention computes the softmax and the scale itself; no line of the student has them"
 TRAINING = ("step", "optimizer")
 LOSS = ("batch", "loss")

@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from classroom import HANDED, MISTAKES, STYLES, build, options_of
+from classroom import HANDED, LAYERS, MISTAKES, STYLES, VARIANTS, build, options_of
 
 import monoblock as mb
 
@@ -33,11 +33,72 @@ def test_a_healthy_script_has_no_findings(style, handed):
     assert mb.diagnose(student.model, **options_of(student, handed)).findings == []
 
 
-@pytest.mark.parametrize(("name", "style"), [(mistake.name, style) for mistake, style in CELLS])
+def cells():
+    """Yield each cell; of every second row one style is quick, another from row to row, and the others are slow."""
+    for number, (name, styles) in enumerate((m.name, [s for x, s in CELLS if x is m]) for m in MISTAKES):
+        for style in styles:
+            is_quick = number % 2 == 0 and style == styles[number // 2 % len(styles)]
+            yield pytest.param(name, style, marks=[] if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "style"), list(cells()))
 def test_a_mistake_of_the_classroom_is_named(name, style):
     assert is_named(name, style), [(f.check, f.reason, f.fix) for f in findings(name, style)]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_healthy_script_written_in_another_way_has_no_findings(variant):
+    style, changes = VARIANTS[variant]
+    assert mb.diagnose(build(style, changes=changes).model).findings == []
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [(name, tuple((old, new.replace("x + ", "")) for old, new in changes)) for name, (_, changes) in VARIANTS.items()][
+        :2
+    ],
+)
+def test_a_missing_residual_connection_is_found_in_another_order_of_norms(variant, changes):
+    (found,) = mb.diagnose(build(VARIANTS[variant][0], changes=changes).model).findings
+    assert (found.check, found.evidence["layers_without"]) == ("gradient_flow", 3)
+    assert "residual connection" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("style", "layers"),
+    [
+        (s, n) if (s, n) == ("nanogpt", 6) else pytest.param(s, n, marks=pytest.mark.slow)
+        for s in LAYERS
+        for n in (6, 12)
+    ],
+)
+@pytest.mark.parametrize("name", [name for name in NAME if name.startswith("no residual")])
+def test_missing_residual_connections_are_found_at_any_depth(style, layers, name):
+    old, new = LAYERS[style]
+    student = build(style, NAME[name], changes=((old, new.format(layers)),))
+    (found,) = mb.diagnose(student.model).findings
+    assert found.check == "gradient_flow"
+    assert found.evidence["layers_without"] == found.evidence["layers"] == layers
+
+
+@pytest.mark.parametrize(
+    ("line", "use"),
+    [
+        ("self.pos = torch.randn(block_size, n_embd, requires_grad=True)", "pos_emb = self.pos[:T]"),
+        ("self.pos = [nn.Parameter(torch.randn(block_size, n_embd))]", "pos_emb = self.pos[0][:T]"),
+    ],
+)
+def test_a_weight_that_is_no_parameter_of_the_model_is_named(line, use):
+    changes = {
+        "self.position_embedding_table = nn.Embedding(block_size, n_embd)": line,
+        "pos_emb = self.position_embedding_table(torch.arange(T))": use,
+    }
+    (found,) = mb.diagnose(build("lecture", changes=tuple(changes.items())).model).findings
+    assert "self.pos" in found.reason
+    assert "self.pos = nn.Parameter(" in found.fix
+
+
+@pytest.mark.slow
 def test_nearly_all_mistakes_are_named():
     """Print the table mistake x style, and count."""
     width = max(map(len, NAME))

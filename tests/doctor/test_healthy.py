@@ -28,6 +28,7 @@ FAMILIES = [
     "opt",
     "mixtral",
     "t5",
+    "t5 encoder",
     "bart",
     "albert",
     "distilbert",

@@ -65,7 +65,7 @@ def check_gradient_flow(exam: Examination) -> Finding | None:
             "fail",
             {"weights_without_gradient": len(cut_off), "first": cut_off[0]},
             f"no gradient reaches {cut_off[0]}{f' and {len(cut_off) - 1} more weights' if cut_off[1:] else ''}, "
-            "although the model computes with them: the result is detached, and they are never trained",
+            "although the model computes with them: the result is detached or not used, and they are never trained",
             "remove .detach(), .data and torch.no_grad() after these weights; freeze weights on purpose with "
             "requires_grad_(False)",
         )

@@ -159,55 +159,59 @@ def check_norms(exam: Examination) -> Finding | None:
 
 
 def check_registered(exam: Examination) -> Finding | None:
-    """Look for modules in plain lists or dictionaries, which PyTorch does not see, and which the forward pass calls."""
+    """Look for weights that PyTorch does not see: in plain tensors, and in plain lists of modules that are called."""
     module = exam.subject.module
     assert module is not None
-    known, called = set(module.modules()), set[nn.Module]()
-    hidden = {
-        f"{name}.{attribute}".removeprefix("."): [m for m in _modules_in(value) if m not in known]
-        for name, part in module.named_modules()
-        for attribute, value in vars(part).items()
-        if isinstance(value, list | tuple | dict) and not attribute.startswith("_")
+    registered, called = {id(part) for part in (*module.modules(), *module.parameters())}, set[nn.Module]()
+    parts = {
+        (owner, name, part)
+        for owner in module.modules()
+        for name, value in vars(owner).items()
+        if not name.startswith("_")
+        for part in _parts(value)
+        if id(part) not in registered
     }
     handles = [
         part.register_forward_pre_hook(lambda part, inputs: called.add(part))
-        for parts in hidden.values()
-        for part in parts
+        for _, _, part in parts
+        if isinstance(part, nn.Module)
     ]
     try:
         exam.run(exam.ids[:1])
     finally:
         for handle in handles:
             handle.remove()
-    own = {id(p) for p in module.parameters()}
-    lists = {
-        name: sum(p.numel() for part in parts if part in called for p in part.parameters() if id(p) not in own)
-        for name, parts in hidden.items()
-    }
-    lists = {name: count for name, count in lists.items() if count}
-    if not lists:
+    lost: dict[tuple[str, str], int] = {}
+    for _, name, part in parts:
+        weights = [part] if isinstance(part, Tensor) else list(part.parameters()) if part in called else []
+        key = name, "" if isinstance(part, Tensor) else type(part).__name__
+        lost[key] = lost.get(key, 0) + sum(w.numel() for w in weights if id(w) not in registered)
+    lost = {key: count for key, count in lost.items() if count}
+    if not lost:
         return None
-    name, kind = next(iter(lists)), type(hidden[next(iter(lists))][0]).__name__
-    attribute = name.rpartition(".")[2]
+    name, kind = min(lost)
+    what = f"the modules in self.{name} ({kind}) are" if kind else f"the weights in self.{name} are"
+    line = f"nn.ModuleList([{kind}(…) for _ in range(…)])" if kind else "nn.Parameter(…), or nn.ParameterList([…])"
     return finding(
         "gradient_flow",
         "fail",
-        {"weights_not_registered": sum(lists.values()), "where": name, "lists": len(lists)},
-        f"the modules in self.{attribute} ({kind}) are in a plain Python list, which PyTorch does not look into: "
+        {"weights_not_registered": sum(lost.values()), "where": name, "lists": len(lost)},
+        f"{what} in a plain {'Python list' if kind else 'tensor or Python list'}, which PyTorch does not look into: "
         "model.parameters() leaves out their weights, so the optimizer never trains them, and model.eval(), "
         "model.to(device) and state_dict() pass them by",
-        f"self.{attribute} = nn.ModuleList([{kind}(…) for _ in range(…)])",
+        f"self.{name} = {line}",
         "weights that are not registered",
         explains=("dropout", "overfit", "optimizer"),
     )
 
 
-def _modules_in(value: Any) -> Iterator[nn.Module]:
-    if isinstance(value, nn.Module):
+def _parts(value: Any) -> Iterator[nn.Module | Tensor]:
+    """Return the modules and the weights in an attribute: in a list, a tuple or a dictionary, or a weight by itself."""
+    if isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.is_leaf and value.requires_grad):
         yield value
     elif isinstance(value, list | tuple | dict):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _modules_in(part)
+            yield from _parts(part)
 
 
 def check_called(blocks: list[nn.Module], without: list[int], used: set[nn.Module]) -> Finding | None:
