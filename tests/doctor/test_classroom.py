@@ -1,6 +1,7 @@
 """The mistakes of the classroom are named in each style of code, in words that a student understands."""
 
 import functools
+from pathlib import Path
 
 import pytest
 from classroom import HANDED, LAYERS, MISTAKES, STYLES, VARIANTS, build, options_of
@@ -96,6 +97,12 @@ def test_a_weight_that_is_no_parameter_of_the_model_is_named(line, use):
     (found,) = mb.diagnose(build("lecture", changes=tuple(changes.items())).model).findings
     assert "self.pos" in found.reason
     assert "self.pos = nn.Parameter(" in found.fix
+
+
+def test_the_page_lists_the_mistakes():
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text("utf-8")
+    rows = [f"| {m.name} | {m.check} | {', '.join(f'`{n}=`' for n in m.hand_over)} |" for m in MISTAKES]
+    assert "\n".join(rows) in page
 
 
 @pytest.mark.slow
