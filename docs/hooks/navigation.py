@@ -15,6 +15,7 @@ SECTIONS: dict[str, list[str]] = {
         "how-to/load-llama.md",
         "how-to/does-not-train.md",
         "how-to/classify.md",
+        "how-to/own-loop.md",
         "how-to/several-gpus.md",
     ],
     "Course": ["course.md", "notebooks/*", "classic.md", "exercises.md", "paper-to-code.md", "errata.md"],
