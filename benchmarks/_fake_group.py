@@ -74,7 +74,7 @@ def placements(model: Transformer, tensor: int) -> dict[str, Placement]:
             chosen[f"{name}.down.weight"] = Shard(1)
         elif isinstance(module, Embedding):
             chosen[f"{name}.token.weight"] = Shard(0)
-    chosen["head.output.weight"] = chosen["head.bias"] = Shard(0)
+    chosen["head.output.weight"] = Shard(0)
     return chosen
 
 

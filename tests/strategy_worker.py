@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from monoblock.accounting.parallel import pipeline_size, tensor_size
 from monoblock.cli.train import join_processes
-from monoblock.parallel.strategy import pipeline_size, tensor_size
 from monoblock.parallel.world import arrange_processes
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe

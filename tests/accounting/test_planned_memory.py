@@ -8,6 +8,9 @@ from monoblock.accounting.report import account
 from monoblock.config.families import bert, gpt, llama, t5
 from monoblock.config.knobs import vary
 from monoblock.config.presets import preset
+from monoblock.nn.transformer import Transformer
+from monoblock.parallel.tensor_parallel import split_model
+from monoblock.parallel.vocabulary import to_local
 
 SIZES = {"vocab": 1024, "width": 256, "depth": 4, "heads": 8, "context": 512}
 MODELS = {
@@ -22,13 +25,37 @@ MODES = pytest.mark.parametrize("checkpointing", [False, "selective", True], ids
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "fsdp+tp"])
 def test_the_state_of_a_rank_is_that_of_its_shards(fake, name, strategy):
-    plan = account(MODELS[name]).plan(strategy, 8, tensor=2 if "tp" in strategy else None)
+    plan = account(MODELS[name]).plan(
+        strategy, 2 if strategy == "tp" else 8, tensor=2 if strategy == "fsdp+tp" else None
+    )
     assert plan.memory.state == pytest.approx(fake.sharded_state_bytes(MODELS[name], plan.parallel), rel=0.01)
 
 
 def test_key_value_heads_that_do_not_divide_are_replicated(fake):
     plan = account(MODELS["llama"]).plan("tp", 8, tensor=8)
     assert plan.memory.state == pytest.approx(fake.sharded_state_bytes(MODELS["llama"], plan.parallel), rel=0.01)
+
+
+SMALL = {"vocab": 97, "width": 48, "depth": 2, "heads": 8}
+SPLIT = {
+    "gpt": gpt(**SMALL, context=32),
+    "llama": llama(**SMALL, context=32, kv_heads=4, hidden=96),
+    "two key/value heads": llama(**SMALL, context=32, kv_heads=2, hidden=96),
+    "bert": bert(**SMALL, context=32, head="masked_lm"),
+    "t5": t5(**SMALL, head_dim=6, hidden=64),
+    "experts": vary(preset("mixtral-8x7b"), **SMALL, kv_heads=4, hidden=64, context=32),
+}
+
+
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_rank_has_the_weights_that_training_gives_it(fake, name, tensor):
+    plan = account(SPLIT[name]).plan("tp", tensor)
+    with fake.fake_group(plan.parallel) as mesh:
+        model = Transformer(SPLIT[name])
+        assert split_model(model, mesh["tensor"]) == []
+        weights = sum(to_local(weight).numel() for weight in model.parameters())
+    assert plan.memory.weights == 4 * weights
 
 
 @pytest.mark.parametrize("preset_name", ["llama2-70b", pytest.param("gpt3-175b", marks=pytest.mark.slow)])
@@ -78,7 +105,7 @@ def test_the_logits_are_computed_for_a_part_of_the_tokens_at_a_time(fake):
     ],
 )
 def test_which_losses_are_fused(strategy, config, expected):
-    tensor = 2 if "tp" in strategy else None
+    tensor = 2 if strategy == "fsdp+tp" else None
     assert fuses_loss(config, plan_ranks(config, strategy, 4, tensor=tensor)) == expected
 
 

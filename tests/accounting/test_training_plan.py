@@ -12,9 +12,11 @@ from monoblock.accounting.parallel import (
     STRATEGIES,
     ParallelPlan,
     narrow_block,
+    pipeline_size,
     plan_ranks,
     rank_block_parameters,
     replicated_kv_heads,
+    tensor_size,
 )
 from monoblock.accounting.parameters import block_matrix_weights, block_parameters
 from monoblock.accounting.rank_memory import rank_memory
@@ -44,9 +46,7 @@ def sends(config, plan, **options):
     [
         ("ddp", ParallelPlan(data=512)),
         ("fsdp", ParallelPlan(shard=512)),
-        ("tp", ParallelPlan(data=64, tensor=8)),
         ("fsdp+tp", ParallelPlan(shard=64, tensor=8)),
-        ("pp", ParallelPlan(data=64, pipeline=8)),
     ],
 )
 def test_a_strategy_divides_512_gpus(strategy, expected):
@@ -54,20 +54,23 @@ def test_a_strategy_divides_512_gpus(strategy, expected):
     assert expected.size == 512
 
 
-@pytest.mark.parametrize(
-    ("strategy", "gpus", "divided"),
-    [("tp", 7, "heads and hidden sizes"), ("fsdp+tp", 7, "heads and hidden sizes"), ("pp", 13, "layers")],
-)
-def test_a_strategy_that_would_divide_nothing_is_refused(strategy, gpus, divided):
-    with pytest.raises(ConfigError, match=f"cannot divide the {divided} of this model .* gpus={gpus} fits"):
-        plan_ranks(GPT, strategy, gpus)
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+@pytest.mark.parametrize("strategy", ["tp", "fsdp+tp", "pp"])
+def test_a_plan_has_the_groups_that_training_forms(strategy, gpus):
+    config = gpt(vocab=96, width=64, depth=8, heads=8, context=32)
+    plan = plan_ranks(config, strategy, gpus, gpus_per_node=4)
+    assert plan.tensor == tensor_size(strategy, 0, gpus, min(4, gpus))
+    assert plan.pipeline == pipeline_size(strategy, 0, gpus)
+    assert plan.size == gpus
 
 
-def test_the_default_tensor_size_divides_heads_and_key_value_heads():
-    assert plan_ranks(LLAMA, "tp", 16).tensor == 4  # four key/value heads
-    assert plan_ranks(GPT, "tp", 16).tensor == 8
-    assert plan_ranks(GPT, "tp", 12).tensor == 4  # of 12 GPUs
-    assert plan_ranks(preset("gpt2"), "fsdp+tp", 8) == ParallelPlan(shard=2, tensor=4)  # twelve heads
+def test_what_training_refuses_or_leaves_whole_is_not_planned():
+    with pytest.raises(ConfigError, match=r"does not fit 16 processes .*write train.parallel=fsdp\+tp"):
+        plan_ranks(GPT, "tp", 16, tensor=8)  # training makes one group of all processes
+    with pytest.raises(ConfigError, match="tensor=16 does not divide attention with heads=8 of this model"):
+        plan_ranks(GPT, "tp", 16)
+    with pytest.raises(ConfigError, match="does not divide attention with heads=24"):
+        plan_ranks(llama(vocab=96, width=48, depth=2, heads=24, kv_heads=6, hidden=96, context=32), "tp", 4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -80,10 +83,10 @@ def test_one_gpu_is_a_plan_of_every_strategy(strategy):
     [
         ({"strategy": "fdsp"}, "did you mean 'fsdp'"),
         ({"strategy": "ddp", "tensor": 2}, "tensor=2 has no effect with strategy='ddp'"),
-        ({"strategy": "tp", "tensor": 3}, "tensor=3 does not divide heads=8"),
-        ({"strategy": "tp", "tensor": 8, "gpus": 12}, "tensor=8 does not divide gpus=12"),
+        ({"strategy": "fsdp+tp", "tensor": 3, "gpus": 6}, "tensor=3 does not divide attention with heads=8"),
+        ({"strategy": "fsdp+tp", "tensor": 8, "gpus": 12}, "tensor=8 does not fit 12 processes"),
         ({"strategy": "pp", "pipeline": 8}, "pipeline=8 is more than the 4 layers"),
-        ({"strategy": "pp", "pipeline": 3}, "pipeline=3 does not divide gpus=16"),
+        ({"strategy": "pp", "pipeline": 3}, "pipeline=3 does not divide 16 processes"),
         ({"strategy": "fsdp", "gpus": 0}, "gpus=0 is too small"),
     ],
 )

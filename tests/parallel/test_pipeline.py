@@ -16,12 +16,12 @@ from training_support import (
 )
 
 import monoblock as mb
+from monoblock.accounting.parallel import pipeline_size
 from monoblock.config.presets import tiny
 from monoblock.errors import ConfigError
 from monoblock.nn.embedding import PatchEmbedding
 from monoblock.parallel.pipeline_parallel import _group_by_rows, _sum_together
 from monoblock.parallel.pipeline_stage import Stage, plan_stages
-from monoblock.parallel.strategy import pipeline_size
 from monoblock.training.collate import TensorBatch
 from monoblock.training.events import EvaluationEvent, StepEvent
 

@@ -2,8 +2,8 @@
 
     ddp        every rank has all weights and a part of the batch
     fsdp       every rank has a shard of the weights, gradients and optimizer states, and a part of the batch
-    tp         groups of `tensor` ranks split every block and compute the same part of the batch together
-    fsdp+tp    as tp, and the weights of a group are sharded over all groups
+    tp         all ranks, a group of `tensor`, split every block and compute the same batch together
+    fsdp+tp    several such groups, each with a part of the batch; the weights of a group are sharded over all groups
     pp         groups of `pipeline` ranks each hold some of the layers and pass activations on
 
 The ranks that `tensor` and `pipeline` leave are the data dimension. Ranks are numbered with the tensor dimension
@@ -16,13 +16,12 @@ biases that are added to the hidden states are on every rank, as are keys and va
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from monoblock.accounting.parameters import attention_linears, block_matrix_weights, block_parameters
-from monoblock.config.model import AttentionConfig, BlockConfig, ModelConfig
+from monoblock.config.model import AttentionConfig, BlockConfig, Buckets, ModelConfig
 from monoblock.errors import ConfigError, did_you_mean
 
 GPUS_PER_NODE = 8
@@ -97,9 +96,8 @@ def plan_ranks(
 ) -> ParallelPlan:
     """Divide `gpus` GPUs into the dimensions of a strategy.
 
-    By default `tensor` is the number of GPUs in a node, or the largest number below that divides `gpus`, all heads,
-    all key/value heads and all hidden sizes; `pipeline` is likewise the largest number that divides `gpus` and is not
-    larger than the number of layers.
+    The sizes are those of training: by default `tensor` is the number of all GPUs, with fsdp+tp that of the GPUs of a
+    node, and `pipeline` the number of all GPUs.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(
@@ -114,32 +112,38 @@ def plan_ranks(
             raise ConfigError(
                 f"{name}={value} has no effect with strategy={strategy!r}; leave it out, or write {owners}"
             )
-    limit = min(gpus, gpus_per_node)
-    sizes = {"tensor": 1, "pipeline": 1}
-    if "tensor" in splits:
-        sizes["tensor"] = tensor if tensor is not None else _largest(limit, gpus, _tensor_divisors(config))
-        _check_tensor(config, sizes["tensor"])
-    if "pipeline" in splits:
-        depth = _pipeline_depth(config)
-        sizes["pipeline"] = pipeline if pipeline is not None else _largest(min(limit, depth), gpus, [])
-        if sizes["pipeline"] > depth:
-            raise ConfigError(f"pipeline={sizes['pipeline']} is more than the {depth} layers of this model")
-    used = sizes["tensor"] * sizes["pipeline"]
-    if splits and used == 1 and gpus > 1 and tensor is None and pipeline is None:
-        divided = "heads and hidden sizes" if "tensor" in splits else "layers"
+    sizes = {
+        "tensor": tensor_size(strategy, tensor or 0, gpus, min(gpus, gpus_per_node)),
+        "pipeline": pipeline_size(strategy, pipeline or 0, gpus),
+    }
+    _check_tensor(config, sizes["tensor"])
+    if "pipeline" in splits and sizes["pipeline"] > (depth := _pipeline_depth(config)):
         raise ConfigError(
-            f"strategy={strategy!r} cannot divide the {divided} of this model among GPUs of a node: no divisor of "
-            f"gpus={gpus} fits; write another number of GPUs, or strategy={'fsdp' if shards else 'ddp'}"
+            f"pipeline={sizes['pipeline']} is more than the {depth} layers of this model; write at most {depth}"
         )
-    if used < 1 or gpus % used:
-        name = splits[0]
-        raise ConfigError(f"{name}={sizes[name]} does not divide gpus={gpus}; write a divisor, or leave {name} out")
+    used = sizes["tensor"] * sizes["pipeline"]
     return ParallelPlan(**sizes, **{"shard" if shards else "data": gpus // used})
 
 
-def _largest(limit: int, gpus: int, multiples: list[int]) -> int:
-    """Return the largest number up to `limit` that divides `gpus` and all `multiples`."""
-    return next(n for n in range(limit, 0, -1) if gpus % n == 0 and all(m % n == 0 for m in multiples))
+def tensor_size(name: str, tensor: int, processes: int, local_processes: int) -> int:
+    """Return how many processes share every matrix; by default all of them, or those of one machine with fsdp+tp."""
+    if "tp" not in name.split("+"):
+        return 1
+    size = tensor or (processes if name == "tp" else local_processes)
+    if processes % size or (name == "tp" and size != processes):
+        fix = "write train.parallel=fsdp+tp, or leave parallel.tensor out" if name == "tp" else "write a divisor"
+        raise ConfigError(f"parallel.tensor={size} does not fit {processes} processes and train.parallel={name}; {fix}")
+    return size
+
+
+def pipeline_size(name: str, stages: int, processes: int) -> int:
+    """Return the number of pipeline stages, by default that of the processes."""
+    if name != "pp":
+        return 1
+    size = stages or processes
+    if processes % size:
+        raise ConfigError(f"parallel.pipeline={size} does not divide {processes} processes; write a divisor")
+    return size
 
 
 def _blocks(config: ModelConfig) -> Iterator[BlockConfig]:
@@ -153,18 +157,24 @@ def _attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
             yield block.cross
 
 
-def _tensor_divisors(config: ModelConfig) -> list[int]:
-    heads = {count for attention in _attentions(config) for count in (attention.heads, attention.num_kv_heads)}
-    return [*heads, *{block.feedforward.hidden for block in _blocks(config)}]
+def splits_heads(attention: AttentionConfig, tensor: int) -> bool:
+    """Return whether training divides the heads of attention in a tensor-parallel group; else every rank has all."""
+    kv_heads = attention.num_kv_heads
+    is_even = attention.heads % tensor == 0 and (kv_heads % tensor == 0 or tensor % kv_heads == 0)
+    return is_even and (attention.qk_norm is None or attention.qk_norm_over != "width")
 
 
 def _check_tensor(config: ModelConfig, tensor: int) -> None:
-    for name, count in (
-        *(("heads", attention.heads) for attention in _attentions(config)),
-        *(("hidden", block.feedforward.hidden) for block in _blocks(config)),
-    ):
-        if tensor < 1 or count % tensor:
-            raise ConfigError(f"tensor={tensor} does not divide {name}={count} of this model; write a divisor")
+    """Raise ConfigError if training would leave a part of the model whole on every rank, which is not planned."""
+    whole = [
+        *(f"attention with heads={a.heads}" for a in _attentions(config) if not splits_heads(a, tensor)),
+        *(f"hidden={b.feedforward.hidden}" for b in _blocks(config) if b.feedforward.hidden % tensor),
+    ]
+    if tensor > 1 and whole:
+        raise ConfigError(
+            f"tensor={tensor} does not divide {whole[0]} of this model, which training would leave whole on every GPU; "
+            "write strategy fsdp+tp with a divisor as tensor"
+        )
 
 
 def _pipeline_depth(config: ModelConfig) -> int:
@@ -190,7 +200,7 @@ def _narrow_attention(attention: AttentionConfig, width: int, tensor: int) -> At
     return replace(
         attention,
         heads=heads,
-        kv_heads=kv_heads // tensor if divides_kv_heads(attention, tensor) else math.gcd(heads, kv_heads),
+        kv_heads=max(1, kv_heads // tensor),
         head_dim=attention.key_size(width),
         value_dim=attention.value_size(width),
         kept_heads=(),
@@ -201,8 +211,8 @@ def _narrow_attention(attention: AttentionConfig, width: int, tensor: int) -> At
 def narrow_block(block: BlockConfig, tensor: int) -> BlockConfig:
     """Return the block that one rank of a tensor-parallel group computes, with a part of the heads and hidden size.
 
-    If the key/value heads cannot be divided, the block has as many of them as divide its heads; count the others with
-    `replicated_kv_heads`.
+    If there are fewer key/value heads than ranks, a rank computes the one that its queries use, but stores all of
+    them; count the others with `replicated_kv_heads`.
     """
     if tensor == 1:
         return block
@@ -215,10 +225,8 @@ def narrow_block(block: BlockConfig, tensor: int) -> BlockConfig:
 
 
 def replicated_kv_heads(attention: AttentionConfig, tensor: int) -> int:
-    """Count the key/value heads that a rank has in addition to those of `narrow_block`."""
-    if divides_kv_heads(attention, tensor):
-        return 0
-    return attention.num_kv_heads - math.gcd(attention.heads // tensor, attention.num_kv_heads)
+    """Count the key/value heads that a rank stores in addition to those of `narrow_block`."""
+    return 0 if divides_kv_heads(attention, tensor) else attention.num_kv_heads - 1
 
 
 class RankParameters(NamedTuple):
@@ -237,4 +245,6 @@ def rank_block_parameters(block: BlockConfig, tensor: int) -> RankParameters:
         extra = replicated_kv_heads(attention, tensor)
         total += extra * (key.num_parameters + value.num_parameters)
         matrices += extra * (key.num_weights + value.num_weights)
+        if isinstance(attention.positions, Buckets) and not attention.positions.shared:  # a table of all heads
+            total += attention.positions.count * (attention.num_unpruned_heads - attention.heads // tensor)
     return RankParameters(total, matrices)

@@ -8,7 +8,7 @@ from monoblock.accounting.activations import block_activations
 from monoblock.accounting.flops import BatchShape
 from monoblock.accounting.kept_activations import product_outputs
 from monoblock.accounting.memory import activation_bytes
-from monoblock.accounting.parallel import narrow_block, replicated_kv_heads
+from monoblock.accounting.parallel import narrow_block
 from monoblock.accounting.parameters import count_norms
 from monoblock.accounting.saved_activations import SavedActivations
 from monoblock.config.model import AttentionConfig, BlockConfig, Buckets, NormConfig, Rotary
@@ -54,16 +54,6 @@ def _extra_attention_bytes(attention: AttentionConfig, width: int, queries: int,
     return 2 * batch * (queries * attention.heads + keys * attention.num_kv_heads) * attention.key_size(width)
 
 
-def _replicated_bytes(block: BlockConfig, shape: BatchShape, length: int, tensor: int) -> int:
-    """Return the bytes of keys and values that a rank has because their heads cannot be divided."""
-    total, width = 0, block.width
-    for attention, keys in ((block.attention, length), (block.cross, shape.source)):
-        if attention is not None:
-            sizes = attention.key_size(width) + attention.value_size(width)
-            total += 2 * shape.batch * keys * replicated_kv_heads(attention, tensor) * sizes
-    return total
-
-
 def block_bytes(block: BlockConfig, shape: BatchShape, length: int, tensor: int, precision: Precision) -> int:
     """Return the bytes of the activations that a block saves on one rank of a tensor-parallel group."""
     narrow, rows, width = narrow_block(block, tensor), shape.batch * length, block.width
@@ -74,7 +64,7 @@ def block_bytes(block: BlockConfig, shape: BatchShape, length: int, tensor: int,
         saved += 2 * rows * width  # each branch converts the input
     if block.cross:
         saved += 2 * 2 * shape.batch * shape.source * width  # keys and values convert the encoder output
-    return saved + _replicated_bytes(block, shape, length, tensor)
+    return saved
 
 
 def kept_bytes(
@@ -87,7 +77,7 @@ def kept_bytes(
     if mode is True:
         return block_input
     outputs = product_outputs(narrow_block(block, tensor), shape, length, fused=True)
-    return block_input + saved_bytes(outputs) + _replicated_bytes(block, shape, length, tensor)
+    return block_input + saved_bytes(outputs)
 
 
 def working_bytes(block: BlockConfig, batch: int, length: int, tensor: int, precision: Precision) -> int:

@@ -99,11 +99,15 @@ def _joined_weights(block: BlockConfig, rows: int, tensor: int) -> int:
 def count_outside_blocks(config: ModelConfig, tensor: int) -> dict[str, int]:
     """Count the parameters of each component outside the blocks on one rank of a tensor-parallel group."""
     counts = count_parameters(config)
-    split = {"input.token", "target.token", "head.bias"}
-    if config.head is not None and config.head.kind in VOCABULARY_HEADS:
-        split.add("head.output")
-    return {
-        name: -(-count // tensor) if name in split else count
+    rows = {f"{name}.token": part.vocab for name, part in config.inputs.items() if isinstance(part, EmbeddingConfig)}
+    if (
+        config.head is not None
+        and config.head.kind in VOCABULARY_HEADS
+        and isinstance(config.target_input, EmbeddingConfig)
+    ):
+        rows["head.output"] = config.target_input.vocab
+    return {  # the first ranks have whole rows of a table that cannot be divided evenly
+        name: -(-rows[name] // tensor) * (count // rows[name]) if name in rows else count
         for name, count in counts.items()
         if not name.startswith(("encoder.", "decoder."))
     }
@@ -177,7 +181,7 @@ def _stack_segment(
     saved += precision.norm_extra(stack.norm, rows * stack.width)
     if config.family == "encoder-decoder" and name == "encoder":
         saved += precision.stream * rows * stack.width
-    parameters = norm_parameters(stack.norm, stack.width) + _shared_bias_parameters(stack, tensor)
+    parameters = norm_parameters(stack.norm, stack.width) + _shared_bias_parameters(stack)
     working = precision.norm_working(stack.norm, rows * stack.width)
     return Segment(f"{name} norm", RankParameters(parameters, 0), saved, working=working)
 
@@ -192,11 +196,12 @@ def _shared_bytes(stack: StackConfig, length: int, tensor: int, *, recomputed: b
     return sum(map(saved_bytes, shared))
 
 
-def _shared_bias_parameters(stack: StackConfig, tensor: int) -> int:
+def _shared_bias_parameters(stack: StackConfig) -> int:
+    """Count the weights of a shared position bias, of which each rank has those of all heads."""
     for block in stack.layers():
         positions = block.attention.positions
         if isinstance(positions, Buckets) and positions.shared:
-            return positions.count * block.attention.num_unpruned_heads // tensor
+            return positions.count * block.attention.num_unpruned_heads
     return 0
 
 

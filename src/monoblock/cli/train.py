@@ -79,9 +79,9 @@ def command(
         _check_model(resolved)
         echo(resolved.to_toml(), nl=False)
         return
+    from monoblock.accounting.parallel import pipeline_size, tensor_size
     from monoblock.parallel.faults import is_restarted, log_output, stop_with_launcher
     from monoblock.parallel.launch import launch
-    from monoblock.parallel.strategy import pipeline_size, tensor_size
     from monoblock.parallel.world import defer_worker_errors
     from monoblock.recipes.parallel_checks import check_parallel, list_unused_keys
     from monoblock.runs.run_folder import check_run_folder, has_run
@@ -123,7 +123,7 @@ def command(
 
 def join_processes(recipe: Recipe) -> World:
     """Join the processes that torchrun has started, arranged as the recipe says."""
-    from monoblock.parallel.strategy import pipeline_size, tensor_size
+    from monoblock.accounting.parallel import pipeline_size, tensor_size
     from monoblock.parallel.world import init_distributed
 
     section, parallel = recipe.train, recipe.parallel

@@ -27,7 +27,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from monoblock.errors import ConfigError
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.gather import clip_gradients, copy_without_weights, count_bytes, gather_tensors
 from monoblock.parallel.tensor_parallel import check_splittable, split_model
@@ -297,24 +296,3 @@ def _blocks_run_once(model: nn.Module) -> list[nn.Module]:
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     order = [block for stack in stacks for block in stack.blocks]
     return [block for block in order if order.count(block) == 1]
-
-
-def tensor_size(name: str, tensor: int, processes: int, local_processes: int) -> int:
-    """Return how many processes share every matrix; by default all of them, or those of one machine with fsdp+tp."""
-    if "tp" not in name.split("+"):
-        return 1
-    size = tensor or (processes if name == "tp" else local_processes)
-    if processes % size or (name == "tp" and size != processes):
-        fix = "write train.parallel=fsdp+tp, or leave parallel.tensor out" if name == "tp" else "write a divisor"
-        raise ConfigError(f"parallel.tensor={size} does not fit {processes} processes and train.parallel={name}; {fix}")
-    return size
-
-
-def pipeline_size(name: str, stages: int, processes: int) -> int:
-    """Return the number of pipeline stages, by default that of the processes."""
-    if name != "pp":
-        return 1
-    size = stages or processes
-    if processes % size:
-        raise ConfigError(f"parallel.pipeline={size} does not divide {processes} processes; write a divisor")
-    return size

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from monoblock.accounting.parallel import splits_heads
 from monoblock.config.model import AttentionConfig
 from monoblock.errors import ConfigError
 from monoblock.nn.attention import Attention
@@ -121,8 +122,7 @@ class _Splitter:
     def local_config(self, config: AttentionConfig) -> AttentionConfig | None:
         """Return the configuration of the heads of this process; None if they cannot be divided."""
         heads, kv_heads, n = config.heads, config.num_kv_heads, self.size
-        divides = heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-        if not divides or (config.qk_norm is not None and config.qk_norm_over == "width"):
+        if not splits_heads(config, n):
             return None
         kept = config.kept_heads or tuple(range(heads))
         first = self.rank * heads // n

@@ -77,12 +77,12 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--tensor",
             type=POSITIVE,
-            help="With --strategy: ranks that split every layer.  [default: the GPUs of a node, or what divides heads]",
+            help="With --strategy: ranks that split every layer.  [default: all GPUs; with fsdp+tp those of a node]",
         ),
         click.option(
             "--pipeline",
             type=POSITIVE,
-            help="With --strategy: pipeline stages.  [default: as many as GPUs in a node]",
+            help="With --strategy: pipeline stages.  [default: as many as GPUs]",
         ),
         click.option(
             "--micro-batches",
