@@ -92,3 +92,60 @@ def test_a_wrong_name_is_a_one_line_error():
     assert [path.name[:2] for path in execute.find_notebooks(["03", "1"])] == ["03", "10", "11", "12"]
     with pytest.raises(SystemExit, match="no notebook starts with '99'"):
         execute.find_notebooks(["99"])
+
+
+def test_notebook_05_trains_on_tiny_shakespeare_where_a_data_folder_has_it(tmp_path, monkeypatch):
+    file = tmp_path / "tinyshakespeare/input.txt"
+    file.parent.mkdir()
+    file.write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n" * 17)
+    path = next(path for path in NOTEBOOKS if path.name.startswith("05"))
+    cell = next(text_of(cell) for cell in load(path) if "load_corpus(" in text_of(cell) and cell["cell_type"] == "code")
+    for folder, corpus, start in ((None, "kjv", "In the beginning"), (tmp_path, "shakespeare", "First Citizen:")):
+        monkeypatch.setenv("HOME", str(tmp_path))  # where downloads are kept
+        monkeypatch.delenv("MONOBLOCK_DATA", raising=False)
+        if folder is not None:
+            monkeypatch.setenv("MONOBLOCK_DATA", str(folder))
+        names = {"os": os}
+        exec(cell, names)
+        assert names["CORPUS"] == corpus
+        assert names["text"].startswith(start)
+    training = next(
+        text_of(cell) for cell in load(path) if "mb.train(" in text_of(cell) and cell["cell_type"] == "code"
+    )
+    assert '{"corpus": CORPUS}' in training
+    assert "data=FOLDER" in training
+
+
+def test_the_page_of_the_course_names_the_notebooks_that_train_models():
+    page = (ROOT / "docs/course.md").read_text(encoding="utf-8")
+    named = re.search(r"Notebooks (.+?) train", page)[1]
+    training = [
+        path.name[:2]
+        for path in NOTEBOOKS
+        if any(re.search(r"optimizer\.step\(|mb\.train\(", text_of(c)) for c in load(path))
+    ]
+    assert re.findall(r"\d\d", named) == training
+
+
+@pytest.mark.parametrize(
+    ("number", "heading", "printed"),
+    [
+        ("06", "## Back-translation", r"… and the most probable English\s+\d"),
+        ("08", "## Unwanted splits", r"नाराज़: _ना राज़\n"),
+        ("08", "## Unwanted splits", r"notable +not \+ able\n"),
+        (
+            "09",
+            "## Exhaustive search",
+            r"exhaustive: cd 0\.225, .*\n1 beam\(s\):  aa .*\n2 beam\(s\):  ba .*\n3 beam\(s\):  cd 0\.225",
+        ),
+        ("09", "## Exhaustive search", r"8 beam\(s\): the best of 54,872 texts in \d+ of \d+ cases"),
+    ],
+)
+def test_a_notebook_has_a_section_and_prints_its_result(number, heading, printed):
+    cells = load(next(path for path in NOTEBOOKS if path.name.startswith(number)))
+    titles = [re.match("(## )?.+", text_of(cell))[0] for cell in cells]
+    begin = titles.index(heading)
+    end = next((i for i in range(begin + 1, len(cells)) if text_of(cells[i]).startswith("## ")), len(cells))
+    outputs = [output for cell in cells[begin:end] for output in cell.get("outputs", ())]
+    assert re.search(printed, "".join("".join(output.get("text", "")) for output in outputs))
+    assert any("image/png" in output.get("data", {}) for output in outputs)

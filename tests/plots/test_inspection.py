@@ -167,6 +167,14 @@ def test_every_other_picture_is_drawn(tmp_path):
         assert save_figure(figure, tmp_path / f"{number}.png").stat().st_size > 1000
 
 
+def test_bars_show_shares_only_of_the_parts_of_a_whole():
+    texts = [
+        [text.get_text().strip() for text in draw_bars("bars", "count", {"a": 1, "b": 3}, **options).axes[0].texts]
+        for options in ({}, {"shares": False})
+    ]
+    assert texts == [["1  (25.0%)", "3  (75.0%)"], ["1", "3"]]
+
+
 def test_an_svg_file_names_no_address_but_its_namespaces(tmp_path):
     text = save_figure(draw_bars("bars", "count", {"a": 1}), tmp_path / "a.svg").read_text()
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}

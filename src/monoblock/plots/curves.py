@@ -138,8 +138,8 @@ def _short(layer: str) -> str:
     return layer.split(".")[1] if layer.count(".") > 1 else layer
 
 
-def draw_bars(title: str, x_label: str, values: Mapping[str, float], *, unit: str = "") -> Any:
-    """Draw horizontal bars, with the number and the share of the total beside each."""
+def draw_bars(title: str, x_label: str, values: Mapping[str, float], *, unit: str = "", shares: bool = True) -> Any:
+    """Draw horizontal bars, with the number beside each, and its share of the total if the values are parts of one."""
     from matplotlib.ticker import MaxNLocator
 
     total = sum(values.values()) or 1
@@ -151,7 +151,7 @@ def draw_bars(title: str, x_label: str, values: Mapping[str, float], *, unit: st
     axis.invert_yaxis()
     for place, value in enumerate(values.values()):
         text = f" {value:,.0f}{unit}" if value >= 100 or float(value).is_integer() else f" {value:.3g}{unit}"
-        axis.text(value, place, f"{text}  ({value / total:.1%})", va="center", fontsize=8)
+        axis.text(value, place, f"{text}  ({value / total:.1%})" if shares else text, va="center", fontsize=8)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}")
     axis.xaxis.set_major_locator(MaxNLocator(5))
     axis.set_xlim(0, 1.45 * max(values.values(), default=1))
