@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     (folder / "tagged.conll").write_text(
         "".join("".join(f"{w} {len(w)}\n" for w in row.split()) + "\n" for row in rows)
     )
+    (folder / "weather.csv").write_text("label,text\n" + "".join(f"{'ab'[n % 2]},row {n}\n" for n in range(60)))
     for name, part in {"train": range(54), "valid": range(54, 60)}.items():
         for kind in ("labels", "tags"):
             (folder / f"strange_{kind}").mkdir(exist_ok=True)
@@ -68,6 +69,7 @@ def dry_run_recipe(capsys, *arguments):
         ("encoder", "text.txt", "masked_lm"),
         ("decoder", "text.txt", "causal_lm"),
         ("decoder", "chat.jsonl", "chat"),
+        ("decoder", "weather.csv", "classification"),
     ],
 )
 def test_the_objective_follows_from_the_data_and_the_model(folder, capsys, model, data, objective):
@@ -168,7 +170,6 @@ def test_an_encoder_becomes_a_classifier_and_is_resumed(folder, tmp_path, capsys
         (("nowhere", "text.txt"), "nowhere does not exist"),
         (("decoder", "nothing.txt"), "no corpus, file or folder"),
         (("decoder", "tagged.conll"), "'token_classification' trains encoder-only models"),
-        (("decoder", "labelled.tsv"), "or prompt this model for labels with monoblock evaluate MODEL DATA --shots 4"),
         (("encoder", "strange_labels"), "split valid, row 3: the label 'c' was not seen in training"),
         (("encoder", "strange_tags"), "split valid, row 3: the label 'c' was not seen in training"),
         (("encoder", "chat.jsonl"), "'chat' trains decoder-only models"),

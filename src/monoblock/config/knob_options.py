@@ -79,7 +79,7 @@ class Knobs(SizeKnobs, total=False):
     width: int  # size of the hidden states; hidden is scaled with it, unless it is given too
     depth: int  # number of blocks, in the encoder and in the decoder
     heads: int  # number of query heads
-    head: EncoderHead  # the head of an encoder
+    head: EncoderHead  # the head of an encoder; a decoder can have classifier, regression and none
     classes: int  # number of outputs of a classifier, tagger or regression head
 
 

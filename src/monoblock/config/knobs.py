@@ -183,11 +183,27 @@ def build_encoder_head(head: str, classes: int | None, norm: NormConfig) -> Head
     return heads[head]()
 
 
+def _build_decoder_head(head: str) -> HeadConfig | None:
+    """Build the head of kind `head` that published decoders have: it reads the last token, which sees the others."""
+    heads: dict[str, HeadConfig | None] = {
+        "classifier": HeadConfig(kind="classifier", classes=2, pooling="last"),
+        "regression": HeadConfig(kind="regression", pooling="last", classes=1),
+        "none": None,
+    }
+    if not isinstance(head, str) or head not in heads:
+        raise ConfigError(f"head={head!r} is not one of {', '.join(heads)}, which a decoder can have; leave it out")
+    return heads[head]
+
+
 def _set_head(part: ModelConfig, values: FieldValues, head: str) -> None:
-    """Give an encoder the usual head of kind `head`, unless its head has this kind already."""
-    if part.family not in ("encoder-only", "vision"):
-        raise ConfigError(f"head={head!r} is for an encoder, not for a {part.family} model; leave it out")
-    if head != (part.head.kind if part.head else "none"):
+    """Give an encoder or a decoder the usual head of kind `head`, unless its head has this kind already."""
+    if part.family == "encoder-decoder":
+        raise ConfigError(f"head={head!r} is for an encoder or a decoder, not for an encoder-decoder; leave it out")
+    if head == (part.head.kind if part.head else "none"):
+        return
+    if part.family == "decoder-only":
+        values["head"], values["tie"] = _build_decoder_head(head), "none"
+    else:
         values["head"] = build_encoder_head(head, None, values["encoder"].pattern[0].blocks[0].norm)
         values["tie"] = "output" if head == "masked_lm" else "none"
 

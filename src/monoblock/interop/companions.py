@@ -97,12 +97,15 @@ class Companions:
         files = {name: raw for name, raw in self.files.items() if not is_tokenizer_file(name)}
         return replace(self, path=None, files=files, stored_fingerprint=None)
 
-    def load_tokenizer(self, family: str | None = None) -> Tokenizer | None:
-        """Load the tokenizer, if there is one; with the family of the model, as other programs need it."""
+    def load_tokenizer(self, config: ModelConfig | RecurrentConfig | None = None) -> Tokenizer | None:
+        """Load the tokenizer, if there is one; with the configuration of the model, as other programs need it."""
         if self.path is None or not has_tokenizer(self.path):
             return None
         tokenizer = Tokenizer.from_pretrained(self.path)
-        return with_prompt_template(tokenizer, family) if self.is_run and family is not None else tokenizer
+        if not self.is_run or not isinstance(config, ModelConfig) or config.head is None:
+            return tokenizer
+        writes_text = config.head.kind == "language_model"
+        return with_prompt_template(tokenizer, config.family) if writes_text else tokenizer
 
     def special_token_ids(self, family: str) -> dict[str, Any]:
         """Return the fields of config.json with token ids: those of the tokenizer and of generation_config.json."""
@@ -142,7 +145,7 @@ class Companions:
         if self.generation and GENERATION_CONFIG_FILE not in files:
             files[GENERATION_CONFIG_FILE] = (json.dumps(dict(self.generation), indent=2) + "\n").encode()
         rewritten = self.path is not None and (self.path.is_file() or (published and self.is_run))
-        tokenizer = self.load_tokenizer(config.family if published else None) if rewritten else None
+        tokenizer = self.load_tokenizer(config if published else None) if rewritten else None
         if tokenizer is not None:
             files = {name: raw for name, raw in files.items() if not is_tokenizer_file(name)}
             tokenizer.save_pretrained(folder)

@@ -227,7 +227,7 @@ def write_model(
     if model_format == "gguf":
         from monoblock.interop.gguf.writer import save_gguf
 
-        tokenizer = companions.load_tokenizer(source.model.config.family)
+        tokenizer = companions.load_tokenizer(source.model.config)
         save_gguf(
             source.model,
             target,

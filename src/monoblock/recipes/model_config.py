@@ -11,6 +11,9 @@ from monoblock.config.schema import FieldError, from_dict
 from monoblock.errors import ConfigError
 from monoblock.recipes.schema import FAMILIES, Recipe, TaskKeys
 
+NEW_HEADS = ("encoder-only", "decoder-only")  # that get the head of a task; others are built with theirs
+DECODERS = ("gpt", "llama")
+
 
 def build_model_config(
     recipe: Recipe,
@@ -53,15 +56,16 @@ def _build_new_config(
 def _apply_knobs(task: TaskKeys, knobs: dict[str, Any]) -> ModelConfig | RecurrentConfig:
     """Build a configuration from knobs, which include a preset or a family.
 
-    An encoder-only model gets the head that the task needs, unless the knobs include a head.
+    A model of one stack gets the head that the task needs, unless the knobs include a head.
     """
     if "preset" in knobs:
         published = preset(str(knobs.pop("preset")))
-        if published.family in task.families and published.family == "encoder-only":
+        if published.family in task.families and published.family in NEW_HEADS and task.head != "language_model":
             knobs.setdefault("head", task.head)
         return vary(published, **knobs)
     family = knobs.pop("family")
-    if family == "bert" and "encoder-only" in task.families:
+    one_stack = "encoder-only" if family == "bert" else "decoder-only" if family in DECODERS else None
+    if one_stack in task.families and task.head != "language_model":
         knobs.setdefault("head", task.head)
     if family == "lstm":
         knobs.pop("context", None)  # the length of training blocks, not a size of the LSTM
@@ -81,14 +85,22 @@ def _apply_knobs(task: TaskKeys, knobs: dict[str, Any]) -> ModelConfig | Recurre
 
 def is_vision(recipe: Recipe) -> bool:
     """Return whether the model of a recipe reads images."""
+    return _family(recipe) in ("vision", "vit")
+
+
+def is_decoder(recipe: Recipe) -> bool:
+    """Return whether the model of a recipe is a decoder without an encoder."""
+    return _family(recipe) in ("decoder-only", *DECODERS)
+
+
+def _family(recipe: Recipe) -> str:
+    """Return the family of the model of a recipe: of a configuration, or the name of the function that builds one."""
     if "folder" in recipe.model:
         from monoblock.recipes.stored_config import read_stored_config
 
         stored = read_stored_config(recipe.model["folder"])
-        return isinstance(stored, ModelConfig) and stored.family == "vision"
-    if "preset" in recipe.model:
-        return preset(str(recipe.model["preset"])).family == "vision"
-    return recipe.model["family"] == "vit"
+        return stored.family if isinstance(stored, ModelConfig) else "lstm"
+    return preset(str(recipe.model["preset"])).family if "preset" in recipe.model else str(recipe.model["family"])
 
 
 def _check_trainable(task: TaskKeys, config: ModelConfig) -> None:
@@ -106,7 +118,7 @@ def check_family(task: TaskKeys, config: ModelConfig | RecurrentConfig) -> None:
 
 def _incompatible_model_error(task: TaskKeys, model: str) -> ConfigError:
     advice = "start from such a model"
-    if model.startswith("decoder-only") and (task.head == "classifier" or "encoder-decoder" in task.families):
+    if model.startswith("decoder-only") and "encoder-decoder" in task.families:
         advice += ", or prompt this model for labels with monoblock evaluate MODEL DATA --shots 4"
     return ConfigError(
         f"train.objective={task.name!r} trains {' or '.join(task.families)} models with the head {task.head!r}; "

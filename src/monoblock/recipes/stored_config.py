@@ -21,6 +21,7 @@ from monoblock.untrusted_files import has_file, read_json, reading, safe_join
 
 CHANGEABLE_KNOBS = ("context", "dropout", "attention_dropout", "embedding_dropout", "word_dropout", "head_dropout")
 HEAD_KNOBS = ("head", "classes", "pooling", "pooler")
+POOLED = ("classifier", "regression")  # heads that a decoder can have instead of its own
 FRESH_HEAD = "fresh"  # model.head="fresh" asks for a new head even if the stored head is of the kind that is needed
 
 
@@ -99,7 +100,7 @@ def _configure_head(config: ModelConfig, kind: str, knobs: Mapping[str, Any], cl
                 f"write model.head={FRESH_HEAD} to train a new head"
             )
         config = replace(config, head=replace(config.head, multi_label=False))  # the objective trains exclusive classes
-    elif config.family not in ("encoder-only", "vision") or kind == "language_model":
+    elif config.family not in ("encoder-only", "vision") and not (config.family == "decoder-only" and kind in POOLED):
         return config  # build_model_config raises if the objective cannot train it
     else:
         config = _replace_head(config, kind if requested == FRESH_HEAD else requested, classes)

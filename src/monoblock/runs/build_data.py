@@ -12,7 +12,7 @@ from monoblock.data.corpora.load import Corpus
 from monoblock.data.fingerprint import fingerprint_rows
 from monoblock.errors import ConfigError, FileError
 from monoblock.interop.tokenizer_folder import load_tokenizer
-from monoblock.recipes.model_config import check_family, is_vision
+from monoblock.recipes.model_config import check_family, is_decoder, is_vision
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.generation_config import DECODER_START_KEY
 from monoblock.runs.recipe import build_model_config, task_of_recipe
@@ -138,7 +138,9 @@ def find_tokenizer(
     Without such a model, load the tokenizer in tokenizer.folder or, if that key is not set, that of prepared tokens;
     for a corpus of text, train a new one.
     """
-    section, roles = recipe.tokenizer, task.required_tokens
+    section = recipe.tokenizer
+    reads_last = task.head == "classifier" and is_decoder(recipe)  # not the token at the start
+    roles = () if reads_last else task.required_tokens
     if run_folder is not None and (run_folder / TOKENIZER_FILE).is_file():
         return check_required_tokens(load_tokenizer(run_folder), roles, task.name, run_folder)
     if start is not None and start.tokenizer is not None:
