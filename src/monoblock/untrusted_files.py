@@ -10,11 +10,13 @@ a FileError.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import re
 import stat
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ from monoblock.errors import FileError, MonoblockError
 MB = 2**20
 NO_LINK_NO_WAIT = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))  # not on Windows
 MAX_BYTES = 16 * MB
+MAX_LINE_BYTES = 16 * MB  # of a stream
 MAX_JSON_DEPTH = 32
 MAX_JSON_VALUES = 1_000_000
 MAX_DIGITS = 64  # of a whole number
@@ -126,6 +129,28 @@ def open_regular(path: str | Path) -> BinaryIO:
         if isinstance(problem, FileError):
             raise
         raise FileError(f"{path} cannot be read: {getattr(problem, 'strerror', None) or problem}") from None
+
+
+def standard_input() -> BinaryIO:
+    """Return standard input, to read bytes; raise FileError if it is a device that may never end, such as /dev/zero."""
+    if not hasattr(sys.stdin, "buffer"):  # a program has replaced it by one of text
+        return io.BytesIO(sys.stdin.read().encode())
+    stream, is_device = sys.stdin.buffer, False
+    with suppress(OSError, ValueError):  # a program may have replaced it by one without a descriptor
+        status = os.fstat(stream.fileno())
+        is_device = stat.S_ISBLK(status.st_mode) or (stat.S_ISCHR(status.st_mode) and not stream.isatty())
+        is_device = is_device and not os.path.samestat(status, os.stat(os.devnull))
+    if is_device:
+        raise FileError("standard input is a device, which may never end; redirect a file, or pipe a text")
+    return stream
+
+
+def bounded_lines(stream: BinaryIO, name: str) -> Iterator[bytes]:
+    """Yield the lines of a stream that may never end; `name` is what the message about a line too long calls it."""
+    while raw := stream.readline(MAX_LINE_BYTES + 1):
+        if len(raw) > MAX_LINE_BYTES:
+            raise FileError(f"{name} has a line of more than {MAX_LINE_BYTES / MB:g} MB; is it text?")
+        yield raw
 
 
 def open_to_write(path: str | Path, mode: Literal["new", "append", "update"] = "new") -> BinaryIO:

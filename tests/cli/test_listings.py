@@ -18,6 +18,7 @@ from monoblock.config.field_description import REQUIRED, describe_fields, field_
 from monoblock.config.knob_options import KNOB_PAPERS
 from monoblock.config.knob_table import list_knobs, read_knob
 from monoblock.config.knobs import KNOBS
+from monoblock.experiments.names import EXPERIMENTS
 from monoblock.recipes.key_table import list_sections
 from monoblock.recipes.parse import SECTIONS, list_recipes
 from monoblock.tasks.table import TASKS
@@ -28,6 +29,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 def listing(capsys, *arguments):
     assert run(["ls", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)[arguments[0]]
+
+
+def test_the_experiments_are_listed_and_the_suggested_one_exists(capsys):
+    assert [row["name"] for row in listing(capsys, "experiments")] == list(EXPERIMENTS)
+    assert run(["ls", "experiments", "norm-placement"]) == 0
+    out, err = capsys.readouterr()
+    assert EXPERIMENTS["norm-placement"][1] in " ".join(out.split())
+    assert err == "Try: monoblock compare norm-placement --smoke\n"
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RESULT_PAGES])

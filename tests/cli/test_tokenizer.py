@@ -54,7 +54,7 @@ def test_train_then_show(workspace, capsys):
     folder = train_tokenizer(workspace)
     out, err = capsys.readouterr()
     assert out.startswith(f"Saved {folder}: bpe, 293 tokens, ")
-    assert err == f'Try: monoblock tokenizer show {folder} "In the beginning"\n'
+    assert err == f"Try: monoblock tokenizer show {folder} 'In the beginning'\n"
     assert run(["tokenizer", "show", folder, "the é"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "the| |<C3>|<A9>"

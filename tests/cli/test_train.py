@@ -1,6 +1,7 @@
 """`monoblock train`: overrides, output, the files it writes, and its errors."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -201,8 +202,49 @@ def test_ls_runs_reports_the_progress_of_each_run(workspace, capsys):
     )
     assert first["best_step"] == 3
     assert first["best_val_loss"] > 0
+    assert first["lr"] == read_recipe("toy.toml").train.lr
+    assert (broken["loss"], broken["lr"]) == (1.0, None)
+    assert first["loss"] == [line["loss"] for line in metrics_file.read_metrics("runs/first") if "loss" in line][-1]
     assert run(["ls", "runs"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_run_without_validation_shows_its_learning_rate_and_last_loss(workspace, capsys):
+    assert run(["train", "toy.toml", "--out", "runs/first", "train.eval_every=0"]) == 0
+    capsys.readouterr()
+    assert run(["ls", "runs"]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    values = dict(zip(header.split(), row.split(), strict=False))
+    last = [line for line in metrics_file.read_metrics("runs/first") if "loss" in line][-1]
+    assert float(values["lr"]) == last["lr"] or float(values["lr"]) == read_recipe("toy.toml").train.lr
+    assert row.split()[-2] == f"{last['loss']:.4g}"
+
+
+def test_the_last_line_of_the_metrics_has_the_final_evaluation(workspace, capsys):
+    assert run(["train", "toy.toml", "--out", "runs/first", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    last = metrics_file.read_metrics("runs/first")[-1]
+    assert last["final"] is True
+    assert last["step"] == 3
+    assert last["val_loss"] == figures["val_loss"]
+    assert run(["train", "toy.toml", "--out", "runs/first", "--resume"]) == 0
+    assert sum("final" in line for line in metrics_file.read_metrics("runs/first")) == 1
+
+
+HINDI = "यह एक छोटा वाक्य है और यह दूसरा वाक्य है\n"
+CODE = "def double(number):\n    return number + number\n\n"
+
+
+@pytest.mark.parametrize("text", [HINDI, CODE], ids=["Hindi", "code"])
+def test_the_suggested_command_continues_words_of_the_corpus(text, workspace, capsys):
+    (workspace / "own.txt").write_text(text * 60, encoding="utf-8")
+    assert run(["train", "toy.toml", "--out", "runs/first", "data.corpus=own.txt"]) == 0
+    words = shlex.split(capsys.readouterr().err.splitlines()[-1])
+    assert words[:5] == ["Try:", "monoblock", "generate", "runs/first", words[4]]
+    assert set(words[4].split()) <= set(text.split())
+    assert run(["tokenizer", "train", "own.txt", "--out", "t", "--vocab", "300"]) == 0
+    words = shlex.split(capsys.readouterr().err.splitlines()[-1])
+    assert set(words[5].split()) <= set(text.split())
 
 
 def test_ls_runs_without_runs_is_not_an_error(capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import click
 
 from monoblock.cli._shared.decoding_options import drop_unset
+from monoblock.cli._shared.line_reader import read_lines
 from monoblock.cli._shared.model_options import device_option, dtype_option, load_pipeline
 from monoblock.cli._shared.output import echo, json_option, print_json, suggest_next
 from monoblock.cli._shared.progress import ProgressBar
@@ -103,14 +103,12 @@ def command(
 
 def _read_sentences(monolingual: str) -> Iterable[str]:
     if monolingual == "-":
-        from monoblock.tasks.text_splitting import decode_lines
-
-        return decode_lines(sys.stdin.buffer, "standard input")
-    from monoblock.data.readers.text import read_lines
+        return read_lines()
+    from monoblock.data.readers import text
 
     if not Path(monolingual).is_file():
         raise FileError(f"there is no file {monolingual}; give a text file with one sentence per line")
-    return read_lines(monolingual)
+    return text.read_lines(monolingual)
 
 
 def _with_progress(pairs: Iterable[Any]) -> Iterator[Any]:

@@ -10,7 +10,7 @@ import click
 from monoblock.cli._shared import showcase
 from monoblock.cli._shared.account_report import print_shares
 from monoblock.cli._shared.output import echo, json_option, print_json, suggest_next
-from monoblock.errors import FileError
+from monoblock.errors import ConfigError, FileError
 
 ATTENTION_TEXT = "And God said, Let there be light: and there was light."
 
@@ -47,13 +47,20 @@ def make_numbered_folder(parent: Path, name: str) -> Path:
     help="Draw which tokens attend to which in each kind of model, to a .png, .svg or .pdf file, and exit.",
 )
 @click.option("--seed", type=int, default=1, show_default=True, help="Seed of the training run.")
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Continue the demo that was interrupted in this folder.",
+)
 @json_option
-def command(out: Path, families: bool, picture: Path | None, seed: int, as_json: bool) -> None:
+def command(out: Path, families: bool, picture: Path | None, seed: int, resume: Path | None, as_json: bool) -> None:
     if picture is not None:
         _draw_overview(picture, as_json)
         return
-    folder = make_numbered_folder(out, "demo")
-    result = _check_families(folder) if families else _train_demo(folder, seed)
+    if families and resume is not None:
+        raise ConfigError("--families trains nothing that --resume could continue; leave one of them out")
+    folder = make_numbered_folder(out, "demo") if resume is None else resume
+    result = _check_families(folder) if families else _train_demo(folder, seed, resume=resume is not None)
     if as_json:
         print_json(result)
     elif families:
@@ -90,18 +97,19 @@ def _check_families(folder: Path) -> dict[str, Any]:
         return {"families": rows, "pictures": []}
 
 
-def _train_demo(folder: Path, seed: int) -> dict[str, Any]:
-    from monoblock.cli._shared.training_run import print_resume_command, run_training
+def _train_demo(folder: Path, seed: int, *, resume: bool) -> dict[str, Any]:
+    from monoblock.cli._shared.training_run import print_continuation, run_training
     from monoblock.parallel.world import SINGLE_PROCESS
+    from monoblock.recipes.parse import recipe_path
     from monoblock.runs.account import account
     from monoblock.runs.diagnose import diagnose
     from monoblock.runs.recipe import read_recipe
 
-    recipe = read_recipe("demo", [f"train.seed={seed}"])
-    options = {"resume": False, "tensorboard": False}
+    recipe = read_recipe(recipe_path(folder)) if resume else read_recipe("demo", [f"train.seed={seed}"])
+    options = {"resume": resume, "tensorboard": False}
     run, last, interrupted_code = run_training(recipe, folder, None, SINGLE_PROCESS, options)
     if last.interrupted:
-        print_resume_command(folder, last.step, ["train", "demo", f"train.seed={seed}"])
+        print_continuation(folder, last.step, ["demo", "--resume", str(folder)])
         raise click.exceptions.Exit(interrupted_code)
     model_account = account(run.model)
     report = diagnose(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from monoblock.cli._shared.model_options import device_option, dtype_option, for
 from monoblock.cli._shared.output import echo, json_option, print_json, suggest_next
 from monoblock.cli._shared.processes import join_processes, nproc_option
 from monoblock.errors import InputError
+from monoblock.untrusted_files import MAX_BYTES, MB, standard_input
 
 if TYPE_CHECKING:
     from monoblock.parallel.world import World
@@ -70,10 +70,17 @@ def _read_prompt(prompt: str | None, world: World | None) -> str:
     if prompt != "-":
         return prompt or ""
     if world is None:
-        return sys.stdin.read()
+        return _read_standard_input()
     from monoblock.parallel.inference import broadcast_text
 
-    return broadcast_text(sys.stdin.read() if world.is_main else "", world)
+    return broadcast_text(_read_standard_input() if world.is_main else "", world)
+
+
+def _read_standard_input() -> str:
+    raw = standard_input().read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        raise InputError(f"the prompt on standard input is longer than {MAX_BYTES / MB:g} MB; give a shorter one")
+    return raw.decode("utf-8", errors="replace").replace("\r\n", "\n")
 
 
 def _print_texts(pipe: Pipeline, text: str, stop: tuple[str, ...], options: dict[str, Any], as_json: bool) -> None:

@@ -1,7 +1,9 @@
-"""`monoblock ls`: list recipes, tasks, keys, presets, knobs, corpora and runs."""
+"""`monoblock ls`: list recipes, tasks, keys, presets, knobs, corpora, experiments and runs."""
 
+import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
@@ -13,10 +15,12 @@ from monoblock.cli._shared.output import echo, json_option, print_json, print_ta
 from monoblock.cli._shared.value_text import format_toml, plain, type_text
 from monoblock.config.field_description import REQUIRED, list_choices
 from monoblock.errors import ConfigError, did_you_mean
-from monoblock.recipes.parse import recipe_path
+from monoblock.recipes.parse import RECIPE_FILE, recipe_path
+from monoblock.untrusted_files import reading
 
 Record = dict[str, Any]
 RUNS_FOLDER = Path("runs")
+RUN_COLUMNS = ("name", "recipe", "lr", "steps", "of", "best_val_loss", "loss", "finished")  # the last loss in training
 NARROW_COLUMNS = ("type", "default", "paper")  # on a terminal, these leave room for the meaning
 
 
@@ -135,9 +139,15 @@ def _list_corpora() -> list[Record]:
     return rows
 
 
+def _list_experiments() -> list[Record]:
+    from monoblock.experiments.names import EXPERIMENTS
+
+    return [{"name": name, "about": about} for name, (_, about) in EXPERIMENTS.items()]
+
+
 def _list_runs() -> list[Record]:
     folders = sorted(RUNS_FOLDER.iterdir()) if RUNS_FOLDER.is_dir() else []
-    return [_describe_run(folder) for folder in folders if (folder / "recipe.toml").is_file()]
+    return [_describe_run(folder) for folder in folders if os.path.isfile(folder / RECIPE_FILE)]
 
 
 def _describe_run(folder: Path) -> Record:
@@ -149,23 +159,24 @@ def _describe_run(folder: Path) -> Record:
     from monoblock.runs.recipe import read_recipe
     from monoblock.training import metrics_file
 
-    try:
+    recipe, lines = None, []
+    with suppress(MonoblockError), reading(folder):
         recipe = read_recipe(recipe_path(folder), warn=False)
-    except (MonoblockError, OSError, ValueError):
-        recipe = None
-    try:
+    with suppress(MonoblockError), reading(folder):
         lines = metrics_file.read_metrics(folder)
-    except (MonoblockError, OSError, ValueError):
-        lines = []
-    best = min((line for line in lines if "val_loss" in line), key=lambda line: line["val_loss"], default={})
+    validations = [line for line in lines if math.isfinite(line.get("val_loss", math.nan))]
+    best = min(validations, key=lambda line: line["val_loss"], default={})
+    last = next((line for line in reversed(lines) if "loss" in line), {})
     return {
         "name": folder.name,
         "recipe": recipe.name if recipe else None,
+        "lr": recipe.train.lr if recipe else None,
         "steps": max((line["step"] for line in lines), default=0),
         "of": recipe.train.steps if recipe else None,
         "best_val_loss": best.get("val_loss"),
         "best_step": best.get("step"),
-        "finished": (folder / "model.safetensors").is_file(),
+        "loss": last.get("loss"),
+        "finished": os.path.isfile(folder / "model.safetensors"),
         "folder": str(folder),
     }
 
@@ -178,7 +189,8 @@ LISTINGS = {
     "presets": (_list_presets, ("name", "family", "parameters", "source", "unverified"), "account {name}"),
     "knobs": (_list_knobs, ("name", "type", "default", "meaning", "paper"), "account gpt2 norm=rms kv_heads=4"),
     "corpora": (_list_corpora, ("name", "kind", "what", "licence", "here"), "ls corpora --json"),
-    "runs": (_list_runs, ("name", "recipe", "steps", "of", "best_val_loss", "finished"), "account {folder}"),
+    "experiments": (_list_experiments, ("name", "about"), "compare {name} --smoke"),
+    "runs": (_list_runs, RUN_COLUMNS, "account {folder}"),
 }
 
 
@@ -224,6 +236,7 @@ def _cell(row: Record, column: str) -> object:
     "\n  presets: configurations of published models"
     "\n  knobs:   what can be changed in a preset or a family of models"
     "\n  corpora: data sets to train and evaluate on"
+    "\n  experiments: comparisons that `monoblock compare` can run"
     "\n  runs:    models trained into the folder runs",
 )
 @click.argument("what", required=False, callback=_check_listing)

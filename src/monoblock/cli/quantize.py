@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -127,7 +128,7 @@ def command(
         print_json(result)
     else:
         print_report(result)
-    suggest_next(f'generate {out} "In the beginning"' if is_language_model else f"account {out}")
+    suggest_next(f"generate {shlex.quote(str(out))}" if is_language_model else f"account {out}")
 
 
 def print_report(result: dict[str, Any]) -> None:

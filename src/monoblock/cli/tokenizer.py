@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
 from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, FileError
+from monoblock.untrusted_files import bounded_lines, open_regular, standard_input
 
 if TYPE_CHECKING:
     from monoblock.tokenizers.tokenizer import Piece, Tokenizer
 
-BLOCK_SIZE = 2**16  # characters passed to the trainer at once, rounded up to whole lines
+BLOCK_SIZE = 2**16  # bytes passed to the trainer at once, rounded up to whole lines
+MAX_EXAMPLE = 40  # characters of the text in a suggested command
 BACKGROUNDS = ("blue", "green", "magenta", "cyan")
 VISIBLE_WHITESPACE = {"\n": "↵\n", "\t": "→\t"}
 
@@ -28,27 +31,27 @@ def read_blocks(names: tuple[str, ...]) -> Iterator[str]:
     for name in names:
         try:
             if name == "-":
-                yield from _split_blocks(sys.stdin)
+                yield from _split_blocks(standard_input(), "standard input")
             else:
-                with open(name, encoding="utf-8", newline="") as file:
-                    yield from _split_blocks(file)
+                with open_regular(name) as file:
+                    yield from _split_blocks(file, name)
         except UnicodeDecodeError as problem:
             raise FileError(f"{name} is not UTF-8 text (see byte {problem.start}); convert it to UTF-8 first") from None
         except OSError as problem:
             raise FileError(f"{name} cannot be read: {problem.strerror or problem}") from None
 
 
-def _split_blocks(file: Any) -> Iterator[str]:
-    lines: list[str] = []
+def _split_blocks(file: BinaryIO, name: str) -> Iterator[str]:
+    lines: list[bytes] = []
     size = 0
-    for line in file:
+    for line in bounded_lines(file, name):
         lines.append(line)
         size += len(line)
         if size >= BLOCK_SIZE:
-            yield "".join(lines)
+            yield b"".join(lines).decode()
             lines, size = [], 0
     if lines:
-        yield "".join(lines)
+        yield b"".join(lines).decode()
 
 
 # -- printing ----------------------------------------------------------------------------------------------------------
@@ -157,7 +160,8 @@ def train(data: tuple[str, ...], out: str, force: bool, as_json: bool, **options
         print_json({"folder": out, **describe_tokenizer(tokenizer)})
         return
     echo(f"Saved {out}: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:12]}")
-    suggest_next(f'tokenizer show {out} "In the beginning"')
+    words = " ".join(next(read_blocks(data), "").split()[:3]) if "-" not in data else "TEXT"
+    suggest_next(f"tokenizer show {shlex.quote(out)} {shlex.quote(words[:MAX_EXAMPLE] or 'TEXT')}")
 
 
 @command.command(
@@ -185,7 +189,7 @@ def show(folder: str, text: str | None, as_json: bool) -> None:
         echo(f"{description['kind']}, {description['vocab_size']:,} tokens, {description['fingerprint'][:12]}")
         if specials:
             print_table(("role", "token", "id"), [(role, *token.values()) for role, token in specials.items()])
-        suggest_next(f'tokenizer show {folder} "In the beginning"')
+        suggest_next(f"tokenizer show {shlex.quote(folder)} TEXT")
         return
     _print_pieces(tokenizer, text, pieces)
     suggest_next("ls presets")

@@ -180,7 +180,7 @@ def read_history(folder: Path, loaded: LoadedModel) -> TrainingHistory:
     outputs = head.classes if head is not None and head.classes else vocab
     history = _settings(recipe)
     history.steps = [row for row in rows if "loss" in row]
-    history.evaluations = [row for row in rows if "val_loss" in row]
+    history.evaluations = [row for row in rows if "val_loss" in row and "final" not in row]
     history.uniform_loss = math.log(outputs) if outputs and outputs > 1 else None
     return history
 

@@ -30,7 +30,7 @@ from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, validate
 from monoblock.training import checkpoint, sharded_checkpoint
-from monoblock.training.events import DecisionEvent, FinishedEvent, TrainingEvent, WarningEvent
+from monoblock.training.events import DecisionEvent, EvaluationEvent, FinishedEvent, TrainingEvent, WarningEvent
 from monoblock.training.metrics_file import MetricsWriter
 from monoblock.training.trainer import Trainer
 from monoblock.training.weight_averaging import average_checkpoints
@@ -143,6 +143,8 @@ class Run:
         with world.long_work():
             if whole is not None:
                 self._write_card(whole, can_generate=can_generate)
+        if self.metrics:
+            self.metrics_writer.write(EvaluationEvent(self.trainer.step, self.metrics, is_best=False, is_final=True))
 
     def _write_card(self, model: Transformer | Recurrent, *, can_generate: bool) -> None:
         if can_generate:

@@ -33,9 +33,11 @@ class EvaluationEvent:
     step: int
     metrics: dict[str, float]
     is_best: bool
+    is_final: bool = False  # of the finished model, on the whole validation split
 
     def to_dict(self) -> dict[str, Any]:
-        return {"step": self.step, **self.metrics, "best": self.is_best}
+        kind = {"final": True} if self.is_final else {"best": self.is_best}
+        return {"step": self.step, **self.metrics, **kind}
 
 
 @dataclass(frozen=True)

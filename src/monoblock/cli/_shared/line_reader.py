@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from monoblock.untrusted_files import bounded_lines, reading, standard_input
+
 CHUNK_SIZE = 2048  # lines
 
 
@@ -18,10 +20,10 @@ def read_lines(texts: Sequence[str] = (), file: Path | None = None) -> Iterator[
         for text in texts:
             yield from text.split("\n")
     elif file is not None:
-        with file.open("rb") as stream:
-            yield from decode_lines(stream, str(file))
+        with reading(file), file.open("rb") as stream:
+            yield from decode_lines(bounded_lines(stream, str(file)), str(file))
     else:
-        yield from decode_lines(sys.stdin.buffer, "standard input")
+        yield from decode_lines(bounded_lines(standard_input(), "standard input"), "standard input")
 
 
 def chunk_lines(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from monoblock.runs.run import Run
     from monoblock.training.events import FinishedEvent
 
+PROMPT_TOKENS = 32
 MAX_EXPONENT = 50.0  # exp of a larger loss, after a diverged run, would overflow
 
 
@@ -95,12 +96,23 @@ def print_result(run: Run, as_json: bool) -> None:
 def _next_command(run: Run) -> str:
     recipe, rows = run.recipe, run.task_data.validation_rows
     arguments = {
-        "generate": recipe.generate.prompt or "The",
+        "generate": _first_words(run) or recipe.generate.prompt,
         "translate": getattr(rows[0], "source", "TEXT") if rows else "TEXT",
         "evaluate": recipe.data.corpus,
     }
     verb = run.task.verb
-    return f"{verb} {run.folder}" + (f" {shlex.quote(arguments[verb])}" if verb in arguments else "")
+    return f"{verb} {run.folder}" + (f" {shlex.quote(arguments[verb])}" if arguments.get(verb) else "")
+
+
+def _first_words(run: Run) -> str:
+    """Return some words of the validation data, which are in the language of the corpus; "" if there are none."""
+    tokenizer, batches = run.task_data.tokenizer, run.task_data.evaluation_batches
+    batch = None if batches is None else next(iter(batches()), None)
+    if tokenizer is None or batch is None:
+        return ""
+    ids = next(iter(batch.inputs.values()))[0, :PROMPT_TOKENS].tolist()
+    words = tokenizer.decode([token for token in ids if token < tokenizer.vocab_size]).split()
+    return " ".join(words[1:4] or words)[:PROMPT_TOKENS]  # the first and the last word may be cut
 
 
 def summarize_run(run: Run) -> dict[str, Any]:
@@ -123,5 +135,10 @@ def print_resume_command(
     processes, machines = ((environment or {}).get(name, "1") for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
     options += ["--nproc", processes] if processes != "1" else []
     options += ["--nnodes", machines, "--head", "HOST:PORT"] if machines != "1" else []
-    line = shlex.join(["monoblock", *words, "--resume", "--out", str(folder), *options])
+    print_continuation(folder, step, [*words, "--resume", "--out", str(folder), *options])
+
+
+def print_continuation(folder: Path, step: int, words: list[str]) -> None:
+    """Print that an interrupted run is saved, and the command that continues it."""
+    line = shlex.join(["monoblock", *words])
     echo(f"Saved {folder} at step {step}. Resume with: {line}", err=True)

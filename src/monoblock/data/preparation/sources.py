@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import BinaryIO
 
 from monoblock.data.batching.manifest import SourceFile
 from monoblock.errors import FileError
-from monoblock.untrusted_files import open_regular
+from monoblock.untrusted_files import open_regular, standard_input
 
 STANDARD_INPUT = "-"
 TEXT_SUFFIXES = (".txt", ".jsonl")
@@ -99,7 +98,7 @@ def open_stream(source: Source) -> Iterator[BinaryIO]:
     """Open a source to read its text from the beginning, decompressed; damage raises FileError."""
     try:
         if source.name == STANDARD_INPUT:
-            yield sys.stdin.buffer
+            yield standard_input()
             return
         with open_regular(source.name) as raw:
             if source.name.endswith(".gz"):

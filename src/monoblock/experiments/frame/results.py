@@ -20,7 +20,7 @@ from typing import Any
 from monoblock.errors import FileError
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.toy_data import toy_path
-from monoblock.untrusted_files import open_to_write
+from monoblock.untrusted_files import open_regular, open_to_write
 
 RESULTS_FILE = "results.jsonl"
 CORPUS = "data.corpus="
@@ -139,10 +139,8 @@ def read_results(paths: Iterable[Path], experiment: str) -> list[Result]:
 
 
 def _read_lines(path: Path) -> Sequence[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as problem:
-        raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    with open_regular(path) as file:
+        return file.read().decode("utf-8", errors="replace").splitlines()
 
 
 def _parse(line: str) -> Result | None:

@@ -58,7 +58,7 @@ def training_metrics(folder: Path) -> Metrics:
     """Return the last losses, the time and the tokens of a training, and its losses by step as curves."""
     lines = metrics_file.read_metrics(folder)
     steps = [line for line in lines if "loss" in line]
-    validations = {str(line["step"]): line["val_loss"] for line in lines if "val_loss" in line}
+    validations = {str(line["step"]): line["val_loss"] for line in lines if "val_loss" in line and "final" not in line}
     metrics: Metrics = {"seconds_training": sum(line.get("seconds", 0.0) for line in steps)}
     metrics["skipped"] = sum("skipped" in line for line in lines)
     if validations:
