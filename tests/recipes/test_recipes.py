@@ -189,7 +189,8 @@ def assert_complete_folder(folder, *, tokenizer):
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2]
     assert all(set(line) >= STEP_KEYS for line in steps)
-    assert [line["step"] for line in lines if "val_loss" in line] == [2]
+    assert [line["step"] for line in lines if "val_loss" in line] == [2, 2]
+    assert lines[-1]["final"] is True
     assert not list(folder.rglob("*.tmp"))
     assert (folder / "README.md").read_text().startswith(f"# {read_recipe(str(folder / 'recipe.toml')).name}\n")
 

@@ -19,7 +19,7 @@ from monoblock.errors import ConfigError, MonoblockError, did_you_mean, shorten_
 # Verb -> (module with its `command`, line in --help). The lines are here so that --help imports no verb.
 VERBS = {
     "demo": ("monoblock.cli.demo", "Train a small GPT, sample from it, count its parameters and examine it."),
-    "ls": ("monoblock.cli.ls", "List recipes, tasks, keys, presets, knobs, corpora and runs."),
+    "ls": ("monoblock.cli.ls", "List recipes, tasks, keys, presets, knobs, corpora, experiments and runs."),
     "tokenizer": ("monoblock.cli.tokenizer", "Train a tokenizer, or show how one splits a text."),
     "data": ("monoblock.cli.data", "Prepare token shards from any amount of text, or show them."),
     "train": ("monoblock.cli.train", "Train the model that a recipe describes."),
