@@ -166,7 +166,7 @@ def _describe_run(folder: Path) -> Record:
         lines = metrics_file.read_metrics(folder)
     validations = [line for line in lines if math.isfinite(line.get("val_loss", math.nan))]
     best = min(validations, key=lambda line: line["val_loss"], default={})
-    last = next((line for line in reversed(lines) if "loss" in line), {})
+    last: Record = next((line for line in reversed(lines) if "loss" in line), {})
     return {
         "name": folder.name,
         "recipe": recipe.name if recipe else None,
