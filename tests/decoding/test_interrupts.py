@@ -113,6 +113,20 @@ def test_an_interrupt_in_a_logits_processor_changes_no_other_request():
         assert tokens[number] == model.generate(torch.tensor([prompt]), max_new_tokens=NEW)[0, len(prompt) :].tolist()
 
 
+def test_a_sample_that_has_filled_the_context_stays_finished_after_an_interrupt():
+    model = gpt().double()
+    options = {"max_new_tokens": 90, "temperature": 0.6, "num_return_sequences": 3, "seed": 5}
+    engine, texts, ends = mb.Engine(model, proposer=PromptLookup(3), optimize=False), {}, {}
+    engine.add(PROMPTS[0], mb.Settings(**options))
+    while engine.busy:
+        if 0 < len(ends) < 3:
+            assert interrupted_step(engine, 9)[0] == []
+        collect(engine.step(), texts, ends)
+    assert set(ends.values()) == {"context"}
+    wanted = model.generate(torch.tensor([PROMPTS[0]]), **options)[:, len(PROMPTS[0]) :].tolist()
+    assert [texts[1, row] for row in range(3)] == wanted
+
+
 def test_a_request_can_be_cancelled_and_another_added_after_an_interrupt():
     wanted, _ = decode_with_interrupts("greedy", {})
     engine, texts, ends = make_engine("greedy"), {}, {}

@@ -64,7 +64,9 @@ class RunningBatch:
         if len(new[0].sequences) == 1:
             return logits  # they have been part of the prompt
         device, old = self.state.device, len(request_rows(self.requests))
-        rows: list[list[int]] = [[]] * old + [sequence.new_tokens for request in new for sequence in request.sequences]
+        sequences = [sequence for request in new for sequence in request.sequences]
+        rows: list[list[int]] = [[]] * old
+        rows += [sequence.new_tokens if sequence.finish_reason is None else [] for sequence in sequences]
         for index in range(max(map(len, rows))):
             tokens = torch.tensor([row[index] if index < len(row) else 0 for row in rows], device=device)
             active = torch.tensor([index < len(row) for row in rows], device=device)
