@@ -71,6 +71,20 @@ def test_a_planted_fault_is_named(name):
     assert len(found) <= 3, found
 
 
+CONTROLS = {(fault.host, fault.control): fault for fault in FAULTS.values() if fault.control is not Fault.control}
+
+
+@pytest.mark.parametrize("fault", CONTROLS.values(), ids=lambda fault: f"{fault.host}, as for {fault.name}")
+def test_the_control_of_a_fault_has_no_findings(fault):
+    patient = make_patient(fault, is_healthy=True)
+    report = diagnose_model(patient.model, **patient.options)
+    assert not report.findings, [(finding.check, finding.evidence) for finding in report.findings]
+    passed = {result.name for result in report.checks if result.state == "passed"}
+    assert fault.check in passed
+    if "step" in patient.options:
+        assert {"label_shift", "pad_in_loss", "overfit", "optimizer", "learning_rate", "dropout"} <= passed
+
+
 # Words of the reason, for every fault of a check that can have several causes.
 CAUSES = {
     "no_causal_mask": "sees all later tokens (counted over all layers): no causal mask is applied",
@@ -104,7 +118,15 @@ CAUSES = {
     "decoder_read_at_first_token": "read at its first token",
     "labels_not_shifted": "not shifted",
     "labels_shifted_twice": "shifted twice",
+    "rows_mixed_in_loss": "rows of the logits and of the labels are mixed",
+    "labels_shuffled": "cannot learn a single batch",
+    "softmax_before_cross_entropy": "the softmax is taken twice: the loss makes probabilities of the logits",
     "learning_rate_too_high": "too high",
+    "learning_rate_of_one": "too high: one step changes the weights by",
+    "optimizer_of_another_model": "holds other tensors than the model",
+    "no_optimizer_step": "optimizer.step() is not called",
+    "no_zero_grad": "optimizer.zero_grad() is not called",
+    "no_eval_in_generation": "model.eval() is not called",
     "learning_rate_too_low": "too low",
     "detached_block": "detached",
     "shrinking_blocks": "gradients vanish",

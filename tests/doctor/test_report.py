@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from students import DropoutGPT
 
 import monoblock as mb
 from monoblock.cli.main import run
@@ -211,6 +212,37 @@ def test_the_documentation_has_every_check_and_every_fault():
     assert sorted(headings) == sorted(check.name for check in CHECKS)
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| \[(\w+)\]\(#(\w+)\) \|$", DOCS, re.MULTILINE)
     assert rows == [(fault.name, fault.about, fault.check, fault.check) for fault in FAULTS.values()]
+
+
+def test_the_code_of_the_documentation_prints_what_it_says():
+    torch.manual_seed(0)
+    tokens = torch.randint(1, 61, (4, 20))
+    tokens[:2, 14:] = 0
+    names = {"torch": torch, "F": torch.nn.functional, "mb": mb, "model": DropoutGPT(faulty=False), "tokens": tokens}
+    blocks = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    assert len(blocks) == 5
+    for block in blocks:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(block, names)
+        said = [re.escape(line).replace("…", ".*") for line in re.findall(r"print\(.*  # (.*)", block)]
+        assert len(said) == len(out.getvalue().splitlines())
+        assert all(re.fullmatch(a, b) for a, b in zip(said, out.getvalue().splitlines(), strict=True)), out.getvalue()
+        if not said:
+            assert names["report"].ok
+            assert {"label_shift", "pad_in_loss", "overfit"} <= {result.name for result in names["report"].checks}
+
+
+def test_the_code_of_the_guide_examines_what_it_names():
+    guide = (Path(__file__).parents[2] / "docs/how-to/does-not-train.md").read_text(encoding="utf-8")
+    names, checked = {}, set()
+    torch.manual_seed(0)
+    for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(block, names)
+        assert names["report"].findings == []
+        checked |= {result.name for result in names["report"].checks}
+    assert {"label_shift", "pad_in_loss", "overfit", "optimizer", "learning_rate", "dropout"} <= checked
 
 
 def test_a_trained_run_has_no_findings(run_folder):

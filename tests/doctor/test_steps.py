@@ -94,3 +94,251 @@ def test_a_recurrent_step_without_its_state_is_not_told_of_keys_and_values():
         found = reasons(mb.diagnose(model, cached=model.step))
         assert set(found) == ({"cache"} if forgets else set())
     assert "the state of the step before" in found["cache"]
+
+
+# -- which label meets which logits ---------------------------------------------------------------------------------
+
+
+class Embedded(nn.Module):
+    """Logits from a table of tokens and one of positions; with `targets`, the loss as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCAB, WIDTH), nn.Embedding(40, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids):
+        return self.head(self.token(ids) + self.position(torch.arange(ids.shape[1])))
+
+
+PADDED = TOKENS.clone()
+PADDED[:2, 9:] = 0
+LEFT = PADDED.flip(1)
+
+
+def ignoring(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+def with_labels(loss):
+    """Return the findings on a loss of padded labels."""
+    torch.manual_seed(0)
+    batch = (PADDED[:, :-1], PADDED[:, 1:])
+    checks = "label_shift,pad_in_loss,overfit"
+    return [
+        (f.check, f.reason) for f in mb.diagnose(Embedded(), batch=batch, loss=loss, pad_id=0, checks=checks).findings
+    ]
+
+
+LOSSES = {
+    "logits transposed": (lambda x, y: ignoring(x.transpose(0, 1), y), "rows of the logits"),
+    "labels transposed": (lambda x, y: ignoring(x, y.T), "rows of the logits"),
+    "view of classes": (lambda x, y: F.cross_entropy(x.view(4, VOCAB, 13), y, ignore_index=0), "tokens and classes"),
+    "transposed twice": (
+        lambda x, y: ignoring(x.transpose(1, 2).reshape(4, 13, VOCAB), y),
+        "tokens and classes",
+    ),
+    "shifted again": (lambda x, y: ignoring(x[:, :-1], y[:, 1:]), "shifted twice"),
+    "shifted by two more": (lambda x, y: ignoring(x[:, :-2], y[:, 2:]), "shifted 3 times"),
+}
+HEALTHY_LOSSES = {
+    "flattened": ignoring,
+    "classes second": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, ignore_index=0),
+    "both transposed": lambda x, y: ignoring(x.transpose(0, 1), y.T),
+    "smoothed": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), ignore_index=0, label_smoothing=0.1),
+    "of log-probabilities": lambda x, y: F.nll_loss(x.log_softmax(-1).flatten(0, 1), y.flatten(), ignore_index=0),
+    "weighted and divided": lambda x, y: ignoring(x, y) / 8,
+    "by hand": lambda x, y: -(x.log_softmax(-1).gather(-1, y[..., None])[..., 0] * (y != 0)).sum() / (y != 0).sum(),
+    "focal": lambda x, y: (
+        ((1 - (p := x.softmax(-1).gather(-1, y[..., None])[..., 0])) ** 2 * -p.log() * (y != 0)).sum() / (y != 0).sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_labels_that_meet_other_logits_are_found(name):
+    loss, words = LOSSES[name]
+    assert [(check, words in reason) for check, reason in with_labels(loss)] == [("label_shift", True)]
+
+
+@pytest.mark.parametrize("name", HEALTHY_LOSSES)
+def test_a_loss_may_be_written_in_many_ways(name):
+    assert with_labels(HEALTHY_LOSSES[name]) == []
+
+
+def test_labels_in_a_training_step_are_read_without_a_batch():
+    for rows, labels, words in (
+        (PADDED[:, :-1], PADDED[:, 1:], None),
+        (LEFT[:, :-1], LEFT[:, 1:], None),
+        (PADDED[:, :-2], PADDED[:, 2:], "shifted twice"),
+        (PADDED, PADDED, "not shifted"),
+        (PADDED[:, :-1], PADDED[:, 1:].T.reshape(4, 13), "rows of the logits"),
+    ):
+        torch.manual_seed(0)
+        model = Embedded()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        def step(model=model, rows=rows, labels=labels, optimizer=optimizer):
+            optimizer.zero_grad()
+            ignoring(model(rows), labels).backward()
+            optimizer.step()
+
+        found = mb.diagnose(model, step=step, checks="label_shift").findings
+        assert [words in f.reason and "seen in the training step" in f.reason for f in found] == (
+            [True] if words else []
+        )
+
+
+def test_padding_before_a_text_and_a_token_that_is_never_padding_do_not_count():
+    torch.manual_seed(0)
+    model = Embedded()
+    for tokens in (LEFT, torch.cat((TOKENS[:, :5], torch.zeros(4, 1, dtype=torch.long), TOKENS[:, 5:]), 1)):
+        batch = (tokens[:, :-1], tokens[:, 1:])
+        assert mb.diagnose(model, batch=batch, loss=ignoring, pad_id=0, checks="pad_in_loss").findings == []
+    (found,) = mb.diagnose(model, batch=(LEFT[:, :-1], LEFT[:, 1:]), pad_id=0, checks="pad_in_loss").findings
+    assert found.evidence["tokens_of_padding"] == int((LEFT[:, 1:] == 0).sum())
+    assert "which token is padding" in mb.diagnose(model, batch=batch, checks="pad_in_loss").not_checked[0].reason
+
+
+class Probabilities(Embedded):
+    def forward(self, ids):
+        return super().forward(ids).softmax(-1)
+
+
+def test_a_softmax_that_is_taken_twice_is_named_for_any_number_of_classes():
+    twice = lambda x, y: ignoring(x.softmax(-1), y)
+    log = lambda x, y: F.nll_loss((x + 1e-9).log().flatten(0, 1), y.flatten(), ignore_index=0)
+    batch = (PADDED[:, :-1], PADDED[:, 1:])
+    for model, loss, is_twice in (
+        (Embedded, twice, True),
+        (Probabilities, ignoring, True),
+        (Probabilities, log, False),
+        (Embedded, ignoring, False),
+    ):
+        torch.manual_seed(0)
+        found = mb.diagnose(model(), batch=batch, loss=loss, pad_id=0, checks="overfit").findings
+        assert ["the softmax is taken twice" in f.reason for f in found] == ([True] if is_twice else [])
+
+
+# -- gradients that are added up, and the size of an update ---------------------------------------------------------
+
+
+def step_of(model, optimizer, *, zero="before", clip=None, set_to_none=True, every=1):
+    calls = iter(range(1, 10_000))
+
+    def step():
+        number = next(calls)
+        if zero == "before" and number % every == 1 % every:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        F.cross_entropy(model(BATCH[0]).flatten(0, 1), BATCH[1].flatten()).backward()
+        if zero == "between":
+            optimizer.zero_grad()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if number % every == 0:
+            optimizer.step()
+            if zero == "after":
+                optimizer.zero_grad(set_to_none=set_to_none)
+
+    return step
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_gradients_that_are_never_set_to_zero_are_found(kind, clip):
+    torch.manual_seed(0)
+    model = Embedded()
+    optimizer = kind(model.parameters(), lr=1e-3)
+    (found,) = mb.diagnose(model, step=step_of(model, optimizer, zero=None, clip=clip), checks="optimizer").findings
+    assert "optimizer.zero_grad() is not called" in found.reason
+    for options in (
+        {"zero": "before"},
+        {"zero": "after"},
+        {"set_to_none": False},
+        {"zero": "after", "set_to_none": False},
+        {"every": 4},
+        {"every": 3, "zero": "after", "set_to_none": False},
+    ):
+        step = step_of(model, optimizer, clip=clip, **options)
+        assert mb.diagnose(model, step=step, checks="optimizer").findings == [], options
+
+
+def test_a_step_alone_says_which_call_is_missing_and_leaves_its_optimizer_as_it_was():
+    torch.manual_seed(0)
+    model, other = Embedded(), Embedded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    foreign = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    frozen = torch.optim.AdamW(model.parameters(), lr=0.0)
+
+    def backward_only():
+        F.cross_entropy(model(BATCH[0]).flatten(0, 1), BATCH[1].flatten()).backward()
+
+    cases = {
+        backward_only: "optimizer.step() is not called",
+        optimizer.step: "loss.backward() is not called",
+        step_of(model, optimizer, zero="between"): "zero_grad() comes between",
+        step_of(model, foreign): "holds other tensors",
+        step_of(model, frozen): "the learning rate is 0",
+        (lambda: None): "neither loss.backward() nor optimizer.step()",
+    }
+    for step, words in cases.items():
+        (found,) = mb.diagnose(model, step=step, checks="optimizer").findings
+        assert words in found.reason
+    step_of(model, optimizer)()
+    before = [state["exp_avg"].clone() for state in optimizer.state.values()]
+    mb.diagnose(model, step=step_of(model, optimizer))
+    assert all(torch.equal(s["exp_avg"], b) for s, b in zip(optimizer.state.values(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lr", "is_too_high"),
+    [
+        (torch.optim.AdamW, 1.0, True),
+        (torch.optim.Adam, 1.0, True),
+        (torch.optim.RMSprop, 1.0, True),
+        (torch.optim.AdamW, 1e-2, False),
+        (torch.optim.SGD, 0.1, False),
+        (torch.optim.SGD, 1e4, True),
+    ],
+)
+def test_an_optimizer_alone_shows_a_rate_that_is_too_high(kind, lr, is_too_high):
+    torch.manual_seed(0)
+    model = Embedded()
+    before = [p.clone() for p in model.parameters()]
+    optimizer = kind(model.parameters(), lr=lr)
+    report = mb.diagnose(model, optimizer=optimizer, checks="learning_rate")
+    assert ["one step changes the weights by" in f.reason for f in report.findings] == ([True] if is_too_high else [])
+    assert ["step=f" in row.how for row in report.not_checked] == ([] if is_too_high else [True])
+    assert all(torch.equal(p, b) and p.grad is None for p, b in zip(model.parameters(), before, strict=True))
+    assert not optimizer.state
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1e-4, 1e-5 * (step + 1)))  # the usual warm-up
+    assert mb.diagnose(model, optimizer=optimizer, checks="learning_rate").findings == []
+
+
+# -- generation -----------------------------------------------------------------------------------------------------
+
+
+class Dropping(Embedded):
+    def __init__(self, functional=False):
+        super().__init__()
+        self.drop, self.functional = nn.Dropout(0.0 if functional else 0.2), functional
+
+    def forward(self, ids):
+        logits = self.drop(super().forward(ids))
+        return F.dropout(logits, 0.1, self.training) if self.functional else logits
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_generation_in_training_mode_is_found(functional):
+    torch.manual_seed(0)
+    model = Dropping(functional).train()
+
+    def sample(ids):
+        for _ in range(3):
+            ids = torch.cat((ids, torch.multinomial(model(ids)[:, -1].softmax(-1), 1)), 1)
+        return ids
+
+    (found,) = mb.diagnose(model, generate=sample, checks="dropout").findings
+    assert "model.eval() is not called" in found.reason
+    assert mb.diagnose(model, generate=lambda ids: sample(ids) if model.eval() else None, checks="dropout").ok
+    assert model.training

@@ -132,13 +132,13 @@ def check_pad_in_loss(exam: Examination) -> Outcome:
 
 
 def _check_gradient_at_padding(exam: Examination, reading: Reading) -> Finding | None:
-    pad_id = exam.subject.pad_id
-    counts = reading.targets != IGNORED
-    padding = (reading.ids == (-1 if pad_id is None else pad_id)) & counts
-    padding[:, 0] = False
+    pad_id, targets = exam.subject.pad_id, reading.targets
+    if pad_id is None:
+        return None
+    padding = (reading.ids == pad_id) & (targets == pad_id)  # padding before a text has its first token as label
     if not bool(padding.any()):
         return None
-    share = float(padding.sum()) / float(counts.sum())
+    share = float(padding.sum()) / float((targets != IGNORED).sum())
     return finding(
         "pad_in_loss",
         "fail",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from monoblock.doctor.checks.wiring import check_shared_blocks
 from monoblock.doctor.examination import Examination, finding, not_applicable
@@ -94,40 +94,29 @@ def check_dropout(exam: Examination) -> Finding | None:
     return found or _check_mode_of_generation(exam, module)
 
 
-def _dropouts(module: nn.Module) -> dict[str, float]:
-    """Return the probabilities of the dropouts by the names of the modules."""
-    found = {name: m.p for name, m in module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
-    return found | {
-        name: float(m.dropout)
-        for name, m in module.named_modules()
-        if name and isinstance(getattr(m, "dropout", None), float)
-    }
+class _CountDropouts(TorchDispatchMode):
+    """Counts the dropouts that are on."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("native_dropout", "bernoulli", "bernoulli_")
+        return func(*args, **(kwargs or {}))
 
 
 def _check_mode_of_generation(exam: Examination, module: nn.Module) -> Finding | None:
-    """Generate from a model in training mode, as a training loop leaves it: the dropouts must be switched off."""
-    generate, dropouts = exam.handed.generate, [name for name, p in _dropouts(module).items() if p > 0]
-    if generate is None or not dropouts:
+    """Generate from a model in training mode, as a training loop leaves it: its dropouts must be switched off."""
+    if exam.handed.generate is None:
         return None
-    active = set[str]()
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda module, *_: active.add(name) if module.training else None
-
-    handles = [module.get_submodule(name).register_forward_pre_hook(note(name)) for name in dropouts]
-    try:
-        with exam.subject.evaluating():
-            module.train()
-            generate(exam.ids[:1, :PROMPT].clone())
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not active:
+    with exam.subject.evaluating(), _CountDropouts() as dropouts:
+        module.train()
+        exam.handed.generate(exam.ids[:1, :PROMPT].clone())
+    if not dropouts.count:
         return None
     return finding(
         "dropout",
         "fail",
-        {"dropouts_that_are_on": len(active), "dropouts": len(dropouts)},
+        {"dropouts_that_are_on": dropouts.count, "expected": 0},
         "text is generated in training mode: model.eval() is not called before, so that dropout changes every token",
         "call model.eval() before you generate, and model.train() before training goes on",
     )
@@ -160,7 +149,12 @@ def _check_logits_kept(exam: Examination, module: nn.Module) -> Finding | None:
 def _check_probabilities(exam: Examination, module: nn.Module) -> Finding | None:
     """Look for dropouts whose probability is not the declared one: it was not passed on."""
     declared = exam.subject.declared.dropout
-    found = _dropouts(module)
+    found = {name: m.p for name, m in module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
+    found |= {
+        name: float(m.dropout)
+        for name, m in module.named_modules()
+        if name and isinstance(getattr(m, "dropout", None), float)
+    }
     if total := [name for name, p in found.items() if p >= 1]:
         return finding(
             "dropout",

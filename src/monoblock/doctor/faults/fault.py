@@ -52,6 +52,7 @@ class Fault:
     check: str  # the check that must find it
     plant: Callable[[Patient], None]
     host: str = "decoder"  # a key of HOSTS: the kind of model that can have this fault
+    control: Callable[[Patient], None] = lambda patient: None  # planted in its place, it must not be found
 
 
 def _gpt(**changes: Any) -> ModelConfig:
@@ -164,8 +165,11 @@ HOSTS: dict[str, tuple[Callable[[ModelConfig], bool], Callable[[], ModelConfig],
 }
 
 
-def make_patient(fault: Fault, model: Transformer | None = None) -> Patient:
-    """Return the model with the fault planted in a copy of it; None takes a small built-in model of the right kind."""
+def make_patient(fault: Fault, model: Transformer | None = None, *, is_healthy: bool = False) -> Patient:
+    """Return the model with the fault planted in a copy of it; None takes a small built-in model of the right kind.
+
+    is_healthy: plant the control of the fault in its place.
+    """
     fits, example, words = HOSTS[fault.host]
     if model is None:
         state = torch.get_rng_state()
@@ -177,5 +181,5 @@ def make_patient(fault: Fault, model: Transformer | None = None) -> Patient:
     else:
         model = copy.deepcopy(model)
     patient = Patient(model.eval())
-    fault.plant(patient)
+    (fault.control if is_healthy else fault.plant)(patient)
     return patient

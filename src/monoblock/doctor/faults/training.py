@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,26 +14,63 @@ from torch import Tensor
 from monoblock.doctor.examination import TrainingHistory
 from monoblock.doctor.faults.fault import Fault, Patient
 
+PAD = 0
+
 
 def _batch(patient: Patient) -> tuple[Tensor, Tensor]:
     tokens = patient.tokens()
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def _make_step(patient: Patient, lr: float, model: Any = None) -> Any:
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD)
+
+
+def _make_step(
+    patient: Patient, lr: float = 1e-3, *, zero_grad: bool = True, step: bool = True
+) -> Callable[[], Tensor]:
     """Return a function that makes one training step."""
     ids, labels = _batch(patient)
-    trained = patient.model if model is None else model
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(patient.model.parameters(), lr=lr)
 
-    def step() -> Tensor:
-        loss = F.cross_entropy(trained(ids).flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
+    def make_step() -> Tensor:
+        loss = _loss(patient.model(ids), labels)
+        if zero_grad:
+            optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        if step:
+            optimizer.step()
         return loss.detach()
 
-    return step
+    return make_step
+
+
+def _make_generate(patient: Patient, *, evaluates: bool) -> Callable[[Tensor], Tensor]:
+    """Return a function that writes on from ids, with a model that has dropout."""
+    patient.blocks[0].register_forward_hook(lambda block, _, output: F.dropout(output, 0.1, training=block.training))
+
+    def generate(ids: Tensor) -> Tensor:
+        if evaluates:
+            patient.model.eval()
+        for _ in range(3):
+            ids = torch.cat((ids, patient.model(ids)[:, -1:].argmax(-1)), 1)
+        return ids
+
+    return generate
+
+
+def _healthy_training(patient: Patient) -> None:
+    """Hand over all that a training needs, and right: the control of the faults below."""
+    ids, labels = (t.clone() for t in _batch(patient))
+    ids[:2, 8:] = labels[:2, 7:] = PAD
+    patient.options |= {
+        "batch": (ids, labels),
+        "loss": _loss,
+        "pad_id": PAD,
+        "step": _make_step(patient),
+        "optimizer": torch.optim.AdamW(patient.model.parameters(), lr=1e-3, betas=(0.9, 0.95)),
+        "generate": _make_generate(patient, evaluates=True),
+    }
 
 
 def _history(losses: list[float], **settings: Any) -> TrainingHistory:
@@ -42,6 +81,12 @@ def _history(losses: list[float], **settings: Any) -> TrainingHistory:
 
 def _falling(count: int = 40) -> list[float]:
     return [4.0 - 2.0 * index / count for index in range(count)]
+
+
+def _healthy_run(patient: Patient) -> None:
+    """Hand over a run that went well: the control of the faults of runs."""
+    evaluations = [{"step": s, "val_loss": 4.1 - 0.05 * s} for s in (10, 20, 30, 40)]
+    patient.options["history"] = _history(_falling(), evaluations=evaluations, lr=1e-3, warmup=10, clip=1.0)
 
 
 def _logits_too_large(patient: Patient) -> None:
@@ -81,8 +126,33 @@ def _padding_in_loss(patient: Patient) -> None:
     patient.options |= {"batch": (tokens[:, :-1], tokens[:, 1:]), "pad_id": 0}
 
 
+def _rows_mixed_in_loss(patient: Patient) -> None:
+    loss = lambda logits, labels: F.cross_entropy(logits.transpose(0, 1).flatten(0, 1), labels.flatten())
+    patient.options |= {"batch": _batch(patient), "loss": loss}
+
+
+def _softmax_before_cross_entropy(patient: Patient) -> None:
+    patient.options |= {"batch": _batch(patient), "loss": lambda logits, labels: _loss(logits.softmax(-1), labels)}
+
+
+def _no_zero_grad(patient: Patient) -> None:
+    patient.options["step"] = _make_step(patient, zero_grad=False)
+
+
+def _no_optimizer_step(patient: Patient) -> None:
+    patient.options["step"] = _make_step(patient, step=False)
+
+
+def _no_eval_in_generation(patient: Patient) -> None:
+    patient.options["generate"] = _make_generate(patient, evaluates=False)
+
+
+def _learning_rate_of_one(patient: Patient) -> None:
+    patient.options["optimizer"] = torch.optim.AdamW(patient.model.parameters(), lr=1.0, betas=(0.9, 0.95))
+
+
 def _learning_rate_too_high(patient: Patient) -> None:
-    patient.options["step"] = _make_step(patient, lr=3.0)
+    patient.options["step"] = _make_step(patient, 3.0)
 
 
 def _learning_rate_too_low(patient: Patient) -> None:
@@ -170,17 +240,32 @@ def _repeated_rows(patient: Patient) -> None:
     patient.options["batch"] = (tokens[:, :-1], tokens[:, 1:])
 
 
-TRAINING = (
-    Fault("logits_too_large", "the output starts with large weights", "initial_loss", _logits_too_large),
+IN_WHAT_IS_HANDED_OVER = (
     Fault("labels_shuffled", "labels do not belong to the inputs", "overfit", _labels_shuffled),
     Fault("labels_not_shifted", "labels are the inputs", "label_shift", _labels_not_shifted),
     Fault("labels_shifted_twice", "data and loss both shift the labels", "label_shift", _labels_shifted_twice),
+    Fault("rows_mixed_in_loss", "the loss transposes logits, but not labels", "label_shift", _rows_mixed_in_loss),
+    Fault("softmax_before_cross_entropy", "the loss is given probabilities", "overfit", _softmax_before_cross_entropy),
     Fault("padding_in_loss", "the loss counts the padding", "pad_in_loss", _padding_in_loss),
     Fault("learning_rate_too_high", "the learning rate is 3", "learning_rate", _learning_rate_too_high),
+    Fault("learning_rate_of_one", "the learning rate is 1", "learning_rate", _learning_rate_of_one),
+    Fault("optimizer_of_another_model", "the optimizer holds a copy's weights", "optimizer",
+          _optimizer_of_another_model),
+    Fault("no_optimizer_step", "optimizer.step() is not called", "optimizer", _no_optimizer_step),
+    Fault("no_zero_grad", "gradients are never set to zero", "optimizer", _no_zero_grad),
+    Fault("no_eval_in_generation", "text is generated in training mode", "dropout", _no_eval_in_generation),
+    Fault("beta2_too_low", "beta2 is 0.5", "optimizer_settings", _beta2_too_low),
+    Fault("weight_decay_too_high", "weight decay is 2", "optimizer_settings", _weight_decay_too_high),
+    Fault("repeated_rows", "a batch holds one row four times", "repeated_data", _repeated_rows),
+)  # fmt: skip
+OF_A_RUN = (
     Fault("learning_rate_too_low", "the loss of a run never moves", "learning_rate", _learning_rate_too_low),
     Fault("post_norm_without_warmup", "post-norm and no warm-up", "warmup", _post_norm_without_warmup, "post-norm"),
     Fault("spikes_without_clipping", "gradients spike and are not clipped", "clipping", _spikes_without_clipping),
     Fault("overfitted_run", "the validation loss rises again", "train_eval_gap", _overfitted_run),
+)  # fmt: skip
+INSIDE = (
+    Fault("logits_too_large", "the output starts with large weights", "initial_loss", _logits_too_large),
     Fault("detached_block", "a block is cut off from the gradient", "gradient_flow", _detached_block),
     Fault("shrinking_blocks", "every block divides the stream by 20", "gradient_flow", _shrinking_blocks,
           "deep decoder"),
@@ -191,9 +276,9 @@ TRAINING = (
           "deep decoder"),
     Fault("nan_in_a_layer", "a weight is NaN", "overflow", _nan_in_a_layer),
     Fault("fp16_overflow", "activations are above 65,504", "overflow", _fp16_overflow),
-    Fault("optimizer_of_another_model", "the optimizer holds a copy's weights", "optimizer",
-          _optimizer_of_another_model),
-    Fault("beta2_too_low", "beta2 is 0.5", "optimizer_settings", _beta2_too_low),
-    Fault("weight_decay_too_high", "weight decay is 2", "optimizer_settings", _weight_decay_too_high),
-    Fault("repeated_rows", "a batch holds one row four times", "repeated_data", _repeated_rows),
 )  # fmt: skip
+TRAINING = (
+    *(replace(fault, control=_healthy_training) for fault in IN_WHAT_IS_HANDED_OVER),
+    *(replace(fault, control=_healthy_run) for fault in OF_A_RUN),
+    *INSIDE,
+)
