@@ -100,15 +100,18 @@ def test_a_recurrent_step_without_its_state_is_not_told_of_keys_and_values():
 
 
 class Embedded(nn.Module):
-    """Logits from a table of tokens and one of positions; with `targets`, the loss as well."""
+    """Logits from a table of tokens and one of positions."""
 
     def __init__(self):
         super().__init__()
         self.token, self.position = nn.Embedding(VOCAB, WIDTH), nn.Embedding(40, WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB)
 
+    def hidden(self, ids):
+        return self.token(ids) + self.position(torch.arange(ids.shape[1]))
+
     def forward(self, ids):
-        return self.head(self.token(ids) + self.position(torch.arange(ids.shape[1])))
+        return self.head(self.hidden(ids))
 
 
 PADDED = TOKENS.clone()
@@ -220,6 +223,31 @@ def test_a_softmax_that_is_taken_twice_is_named_for_any_number_of_classes():
         assert ["the softmax is taken twice" in f.reason for f in found] == ([True] if is_twice else [])
 
 
+class OwnLoss(Embedded):
+    """Takes the softmax before the loss inside of its forward pass."""
+
+    def forward(self, idx, targets=None):
+        probabilities = super().forward(idx).softmax(-1)
+        return probabilities, None if targets is None else ignoring(probabilities, targets)
+
+
+class Quiet(Embedded):
+    """Healthy, with logits so small that it learns slowly."""
+
+    def forward(self, ids):
+        return super().forward(ids) / 16
+
+
+def test_a_softmax_inside_of_forward_is_named_and_a_model_that_learns_slowly_is_healthy():
+    torch.manual_seed(0)
+    batch = (PADDED[:, :-1], PADDED[:, 1:])
+    (found,) = mb.diagnose(OwnLoss(), batch=batch, pad_id=0, checks="overfit").findings
+    assert "the softmax is taken twice: its outputs are probabilities" in found.reason
+    report = mb.diagnose(Quiet(), batch=batch, loss=ignoring, checks="overfit")
+    assert report.findings == []
+    assert len(report.pictures["loss on one batch"]) > 40
+
+
 # -- gradients that are added up, and the size of an update ---------------------------------------------------------
 
 
@@ -315,6 +343,25 @@ def test_an_optimizer_alone_shows_a_rate_that_is_too_high(kind, lr, is_too_high)
     assert mb.diagnose(model, optimizer=optimizer, checks="learning_rate").findings == []
 
 
+@pytest.mark.parametrize(("lr", "is_too_high"), [(1e-3, False), (6e-3, False), (1.0, True)])
+def test_a_large_rate_at_which_the_loss_falls_is_no_fault(lr, is_too_high):
+    torch.manual_seed(0)
+    model = Embedded()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02)  # as GPT-2: an update of Adam is large beside such weights
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+
+    def step():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(BATCH[0]).flatten(0, 1), BATCH[1].flatten())
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    found = mb.diagnose(model, step=step, checks="learning_rate").findings
+    assert ["too high" in f.reason for f in found] == ([True] if is_too_high else [])
+
+
 # -- generation -----------------------------------------------------------------------------------------------------
 
 
@@ -323,9 +370,9 @@ class Dropping(Embedded):
         super().__init__()
         self.drop, self.functional = nn.Dropout(0.0 if functional else 0.2), functional
 
-    def forward(self, ids):
-        logits = self.drop(super().forward(ids))
-        return F.dropout(logits, 0.1, self.training) if self.functional else logits
+    def hidden(self, ids):
+        x = self.drop(super().hidden(ids))
+        return F.dropout(x, 0.1, self.training) if self.functional else x
 
 
 @pytest.mark.parametrize("functional", [False, True])

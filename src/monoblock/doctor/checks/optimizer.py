@@ -144,7 +144,8 @@ def _judge_step(step: _Step, optimizers: list[Optimizer]) -> Finding | None:
         reason = "no weight of the model changes: loss.backward() is not called, or the loss is that of another model"
     else:
         reason = "no weight of the model changes: neither loss.backward() nor optimizer.step() is called"
-    return finding("optimizer", "fail", evidence, reason, fix)
+    title = "gradients are added up" if step.moves else "no weight changes"
+    return finding("optimizer", "fail", evidence, reason, fix, title)
 
 
 def check_learning_rate(exam: Examination) -> Outcome:
@@ -166,11 +167,12 @@ def check_learning_rate(exam: Examination) -> Outcome:
             if b.dim() > 1
         ]
     change = sorted(changes)[len(changes) // 2] / 10 if changes else 0.0
-    if change > 0.1:  # usual: 0.001 a step
+    known = [value for value in values if value is not None]
+    falls = len(known) < len(values) or known[-1] < known[0]
+    if change > (1.0 if falls else 0.1):  # usual: 0.001 a step
         return _rate_finding("too high", {"relative_change_of_weights_per_step": change, "usual": 1e-3})
     if 0 < change < 1e-7:
         return _rate_finding("too low", {"relative_change_of_weights_per_step": change, "usual": 1e-3})
-    known = [value for value in values if value is not None]
     return _judge_losses(known, {}, few=True) if len(known) == len(values) else None
 
 
@@ -251,7 +253,7 @@ def _rate_finding(what: str, evidence: dict[str, Any]) -> Finding:
         else "multiply it by 10 if the loss still does not move"
     )
     fix = f"write AdamW(model.parameters(), lr=3e-4), and reach it over the first tenth of the steps; then {further}"
-    return finding("learning_rate", "fail", evidence, reason, fix)
+    return finding("learning_rate", "fail", evidence, reason, fix, what)
 
 
 def check_optimizer_settings(exam: Examination) -> Finding | None:

@@ -25,7 +25,7 @@ from monoblock.doctor.loss import (
 )
 from monoblock.doctor.report import Finding, NotChecked, Outcome
 
-OVERFIT_STEPS = 40
+OVERFIT_STEPS, MAX_OVERFIT_STEPS = 40, 160  # more than 40 only while the loss falls
 SHIFTS = (1, 0, 2, 3, -1)  # places that labels may be ahead; the right one first, as all of them fit a repeated token
 AGREES = 0.9  # share of equal labels
 
@@ -55,17 +55,19 @@ def _check_shift(exam: Examination, reading: Reading) -> Finding | None:
     if ahead is not None:
         evidence |= {"labels_ahead_of_ids": ahead, "moved_by_the_loss": total - ahead}
     if total == 0:
-        reason = "labels are not shifted: the model learns to copy the token it reads, and its loss falls to 0"
+        title = "labels are not shifted"
+        reason = f"{title}: the model learns to copy the token it reads, and its loss falls to 0"
     elif total < 0:
-        reason = "labels are shifted the wrong way: the model learns to predict the token before the one it reads"
+        title = "labels are shifted the wrong way"
+        reason = f"{title}: the model learns to predict the token before the one it reads"
     else:
-        times = "twice" if total == 2 else f"{total} times"
-        reason = f"labels are shifted {times}: the model learns to predict the token {total} places ahead"
+        title = f"labels are shifted {'twice' if total == 2 else f'{total} times'}"
+        reason = f"{title}: the model learns to predict the token {total} places ahead"
     fix = (
         "shift once: inputs = tokens[:, :-1], labels = tokens[:, 1:], and no shift in the loss; with transformers pass "
         "labels = ids, because the model shifts them itself"
     )
-    return finding("label_shift", "fail", evidence, f"{reason} (seen in {reading.place})", fix)
+    return finding("label_shift", "fail", evidence, f"{reason} (seen in {reading.place})", fix, title)
 
 
 def _shift(ids: Tensor, labels: Tensor) -> int | None:
@@ -113,6 +115,7 @@ def _check_mixing(reading: Reading) -> Finding | None:
         f"{cause} (seen in {reading.place})",
         "flatten both in the same order: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), without a transpose; "
         "or write F.cross_entropy(logits.transpose(1, 2), labels)",
+        cause.partition(":")[0],
     )
 
 
@@ -235,20 +238,23 @@ def check_overfit(exam: Examination) -> Finding | None:
         return None
     if (twice := _check_softmax_twice(exam, labels)) is not None:
         return twice
-    losses: list[float] = []
+    losses, frequencies, first, best = list[float](), _entropy(labels), 0.0, 0.0
     with restoring(module), exam.subject.evaluating(), torch.enable_grad():
         optimizer = torch.optim.Adam(parameters, lr=3e-3)
-        for _ in range(OVERFIT_STEPS):
+        while len(losses) < MAX_OVERFIT_STEPS:
             loss = loss_function(exam)(exam.subject.logits(ids), labels)
             if not loss.requires_grad:
                 return None  # gradient_flow says so
             losses.append(float(loss.detach()))
+            if len(losses) >= OVERFIT_STEPS and len(losses) % 10 == 0:
+                first, best = losses[0], min(losses[-5:])
+                if best < max(0.85 * min(first, frequencies), 0.1) or not best < 0.99 * min(losses[-20:-10]):
+                    break  # it has learned, or its loss no longer falls
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
     exam.pictures["loss on one batch"] = losses
-    first, best, frequencies = losses[0], min(losses[-5:]), _entropy(labels)
     if best < max(0.85 * min(first, frequencies), 0.1):
         return None
     cause, fix = "", "check that logits and labels belong together, that no layer is frozen or detached, and that "
@@ -259,8 +265,8 @@ def check_overfit(exam: Examination) -> Finding | None:
     return finding(
         "overfit",
         "fail",
-        {"loss_before": first, "loss_after": best, "steps": OVERFIT_STEPS, "loss_of_label_frequencies": frequencies},
-        f"the model cannot learn a single batch: after {OVERFIT_STEPS} steps its loss is still {best:.2f}, not much "
+        {"loss_before": first, "loss_after": best, "steps": len(losses), "loss_of_label_frequencies": frequencies},
+        f"the model cannot learn a single batch: after {len(losses)} steps its loss is still {best:.2f}, not much "
         f"better than the frequencies of the labels without any input ({frequencies:.2f}){cause}",
         fix,
     )
@@ -273,7 +279,10 @@ def _check_softmax_twice(exam: Examination, labels: Tensor) -> Finding | None:
     outputs, function = exam.output.shape[-1], loss_function(exam)
     perfect = F.one_hot(labels.clamp(min=0), outputs).float()
     is_output = are_probabilities(exam.output)
-    scales = (1.0,) if is_output else (30.0, 60.0)
+    has_head = (
+        exam.handed.loss is None and exam.subject.own_loss is not None
+    )  # what the head gives, the model goes on with
+    scales = (1.0,) if is_output and not has_head else (30.0, 60.0)
     try:
         blind = float(function(torch.full_like(perfect, 1 / outputs), labels))
         lowest = [float(function(scale * perfect, labels)) for scale in scales]
@@ -291,6 +300,7 @@ def _check_softmax_twice(exam: Examination, labels: Tensor) -> Finding | None:
         f"stays at {lowest[0]:.2f} however good the model is, and its gradients are small",
         "return logits, without the softmax, and hand them to the loss as they are: F.cross_entropy(logits, labels) "
         "applies the softmax itself",
+        "softmax before the cross-entropy",
     )
 
 

@@ -119,6 +119,7 @@ def _check_mode_of_generation(exam: Examination, module: nn.Module) -> Finding |
         {"dropouts_that_are_on": dropouts.count, "expected": 0},
         "text is generated in training mode: model.eval() is not called before, so that dropout changes every token",
         "call model.eval() before you generate, and model.train() before training goes on",
+        "no eval() in generation",
     )
 
 
