@@ -235,3 +235,33 @@ def test_a_quantized_folder_becomes_a_gguf_file(tmp_path):
         save_gguf(small, tmp_path / "model.gguf", kind="f32")
     with torch.no_grad():
         torch.testing.assert_close(Transformer.from_pretrained(tmp_path / "model.gguf")(ids), small(ids))
+
+
+# -- tokenizers of other models ----------------------------------------------------------------------------------------
+
+
+def test_another_tokenizer_of_the_same_size_is_noticed_in_a_converted_folder(tmp_path):
+    save_phi3(tmp_path / "theirs")
+    Transformer.from_pretrained(tmp_path / "theirs").save_pretrained(tmp_path / "ours")
+    own = mb.Tokenizer.from_pretrained(tmp_path / "ours")
+    other = mb.Tokenizer.train("bpe", ["a tokenizer of another text, with other words " * 9], own.vocab_size)
+    assert other.vocab_size == own.vocab_size
+    mb.load(tmp_path / "ours")
+    other.save_pretrained(tmp_path / "ours")
+    with pytest.raises(mb.FileError, match="is not the one the model was trained with"):
+        mb.load(tmp_path / "ours")
+
+
+def test_a_tokenizer_of_another_family_is_noticed_although_its_size_fits(tmp_path):
+    words = ["the cat sat on the mat " * 9]
+    tokenizer = mb.Tokenizer.train("wordpiece", words, 290)
+    config = transformers.GPT2Config(
+        **{"vocab_size": tokenizer.vocab_size, "n_embd": 36, "n_layer": 1, "n_head": 3, "n_positions": 37},
+        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    mb.load(tmp_path)  # exported together, for all that its files say
+    edit_json(tmp_path, "tokenizer_config.json", lambda fields: fields.update(tokenizer_class="BertTokenizer"))
+    with pytest.warns(UserWarning, match="a gpt2 model usually has a bpe tokenizer, but this one is wordpiece"):
+        mb.load(tmp_path)

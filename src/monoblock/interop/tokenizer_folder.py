@@ -20,6 +20,8 @@ from monoblock.tokenizers.compatibility import check_published_tokenizer, check_
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted_files import has_file, read_json, safe_join
 
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+
 
 def load_tokenizer(
     folder: Path, config: ModelConfig | RecurrentConfig | None = None, *, force: bool = False
@@ -38,7 +40,9 @@ def load_tokenizer(
     try:
         check_tokenizer_fits(tokenizer, vocab_size(config), _stored_fingerprint(data))
         if has_config and "format" not in data and not force:
-            for text in check_published_tokenizer(tokenizer, vocab_size(config), data):
+            has_own = has_file(folder, TOKENIZER_CONFIG_FILE)
+            own_class = read_json(safe_join(folder, TOKENIZER_CONFIG_FILE)).get("tokenizer_class") if has_own else None
+            for text in check_published_tokenizer(tokenizer, vocab_size(config), data, own_class):
                 warnings.warn(f"{folder}: {text}", stacklevel=2)
     except InputError as problem:
         advice = ", or load it anyway with --force (force=True in Python)" if "format" not in data else ""

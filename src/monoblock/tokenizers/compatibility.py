@@ -55,14 +55,19 @@ USUAL_KINDS = {
     "t5": "unigram",
     "xlm-roberta": "unigram",
 }
+# Classes in a tokenizer_config.json that do not say for which family the tokenizer was made.
+GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend")
 PLAIN_TEXT = "the 3 quick brown foxes jump over the lazy dog"
 
 
-def check_published_tokenizer(tokenizer: Tokenizer, vocab: int, fields: Mapping[str, Any]) -> list[str]:
+def check_published_tokenizer(
+    tokenizer: Tokenizer, vocab: int, fields: Mapping[str, Any], tokenizer_class: object = None
+) -> list[str]:
     """Check the tokenizer of a published model; raise InputError if it cannot be right, return what looks wrong.
 
     vocab: the size of the model's vocabulary.
     fields: the content of config.json.
+    tokenizer_class: that of tokenizer_config.json, such as "BertTokenizer".
     """
     unused, size = vocab - tokenizer.vocab_size, tokenizer.vocab_size
     if unused > MAX_UNUSED_ROWS and unused > vocab // 3:
@@ -78,12 +83,14 @@ def check_published_tokenizer(tokenizer: Tokenizer, vocab: int, fields: Mapping[
             elif token < size and token not in tokenizer.special_ids:
                 text = tokenizer.token(token)
                 warnings.append(f"config.json has {name} {token}, which the tokenizer uses for the text {text!r}")
-    if unused == 0:  # an exact fit, as in a model exported with its tokenizer
+    if unused == 0 and tokenizer_class in GENERIC_CLASSES:  # as in a model exported with its tokenizer
         return warnings
     family = str(fields.get("model_type"))
     usual = USUAL_KINDS.get(family, tokenizer.kind)
     if tokenizer.kind != usual:
         warnings.append(f"a {family} model usually has a {usual} tokenizer, but this one is {tokenizer.kind}")
+    if unused == 0:
+        return warnings
     pieces = tokenizer.encode(PLAIN_TEXT)
     if tokenizer.unk_id is not None and 2 * pieces.count(tokenizer.unk_id) > len(pieces):
         warnings.append("the tokenizer turns plain English into unknown tokens")
