@@ -1,9 +1,12 @@
 """The site builds without a warning, its links resolve, and it loads nothing from elsewhere; needs the extra [docs]."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -89,3 +92,49 @@ def test_the_map_from_the_paper_is_one_click_from_the_first_page_and_its_rows_on
 
 def test_formulas_are_mathml(pages):
     assert not [file.name for file in pages if "arithmatex" in file.read_text(encoding="utf-8")]
+
+
+MEASURE = """<!doctype html><meta charset="utf-8"><body><script>
+async function measure(page, width) {
+  const frame = document.createElement("iframe")
+  frame.style.cssText = `width:${width}px;height:900px;border:0`
+  frame.src = page
+  await new Promise((done) => { frame.onload = done; document.body.append(frame) })
+  const inside = frame.contentDocument, root = inside.documentElement, style = frame.contentWindow.getComputedStyle
+  const boxes = [...inside.querySelectorAll(".md-content pre > code, .md-content .formula")]
+  const wide = boxes.filter((box) => box.scrollWidth > box.clientWidth)
+  const result = {
+    page, width, beyond: root.scrollWidth - root.clientWidth, wide: wide.length,
+    clipped: wide.filter((box) => style(box).overflowX !== "auto").length,
+    unmarked: wide.filter((box) => !style(box).backgroundImage.includes("gradient")).length,
+  }
+  frame.remove()
+  return result
+}
+async function all(pages) {
+  const results = []
+  for (const page of pages) for (const width of [360, 768]) results.push(await measure(page, width))
+  document.body.textContent = "RESULT" + JSON.stringify(results) + "END"
+}
+all(PAGES)
+</script>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_wide_code_and_formulas_scroll_in_their_box_with_a_shadow_and_the_page_does_not_scroll(site, tmp_path):
+    pages = ["index.html", "exercises.html", "notebooks/02_positions.html", "cli.html", "data.html"]
+    script = MEASURE.replace("PAGES", json.dumps(pages))
+    (site / "measure.html").write_text(script, encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--allow-file-access-from-files"]
+    options += ["--virtual-time-budget=120000", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = ["chromium", *options, "--dump-dom", (site / "measure.html").as_uri()]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
+    finally:
+        (site / "measure.html").unlink()
+    found = re.search("RESULT(.*)END", shown)
+    assert found is not None, shown[:500]
+    results = json.loads(unescape(found[1]))
+    assert len(results) == 2 * len(pages)
+    assert [result for result in results if result["beyond"] or result["clipped"] or result["unmarked"]] == []
+    assert sum(result["wide"] for result in results) > 10, "some are wider than the page, or nothing was measured"
