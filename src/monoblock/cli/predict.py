@@ -31,7 +31,7 @@ VERB_BY_FAMILY = {"decoder-only": "generate", "encoder-decoder": "translate"}
     help="Classify, tag, fill masks, answer questions or embed, depending on the head of MODEL.\n\n"
     "Reads one input per line, from TEXT, --file or standard input, and prints one result per line in the same order; "
     "an empty line gives an empty result. A line is a text, or text<TAB>text for a classifier of text pairs, "
-    "question<TAB>text for question answering, and the path of a .npz or .png file for a vision model.",
+    "question<TAB>text for question answering, and the path of a picture or a .npz file for a vision model.",
 )
 @click.argument("model")
 @click.argument("texts", metavar="[TEXT …]", nargs=-1)
@@ -157,14 +157,7 @@ class LinePredictor:
 
     def _parse_line(self, line: str) -> Any:
         if self.is_vision:
-            from monoblock.tasks.image_inputs import read_pixels
-
-            images = read_pixels(line.strip(), self.pipe.model.config.input)  # type: ignore[union-attr, arg-type]
-            if len(images) > 1:
-                raise InputError(
-                    f"{line.strip()} has {len(images)} images, but predict reads one per file; try monoblock evaluate"
-                )
-            return images[0]
+            return line.strip()
         text, tab, text_pair = line.partition("\t")
         if self.method == "answer" and not (text.strip() and text_pair.strip()):
             raise InputError(f"{line[:40]!r} is not a question and a text separated by a tab; write question<TAB>text")

@@ -15,7 +15,8 @@ import numpy as np
 
 from monoblock.data.batching.manifest import SplitFiles
 from monoblock.data.batching.shards import TokenDataset
-from monoblock.data.readers.records import LabelledImage, TaggedSentence
+from monoblock.data.readers.records import LabelledImage, LabelledPicture, TaggedSentence
+from monoblock.untrusted_files import open_regular
 
 
 def fingerprint_rows(rows: Iterable[Any]) -> str:
@@ -35,6 +36,10 @@ def _row_bytes(row: Any) -> Iterable[bytes | memoryview]:
         case LabelledImage(pixels, label):
             yield f"{pixels.dtype.str}{pixels.shape}{label}".encode()
             yield np.ascontiguousarray(pixels).reshape(-1).view(np.uint8).data
+        case LabelledPicture(path, label):  # wherever it lies
+            yield label.encode()
+            with open_regular(path) as file:
+                yield file.read()
         case TaggedSentence(words, labels):  # the document is not part of the content
             yield json.dumps((words, labels)).encode()
         case TokenDataset(files=SplitFiles() as files):  # their SHA-256 are known

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from monoblock.config.knobs import KNOBS, vary
-from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.model import ModelConfig, PatchConfig, RecurrentConfig
 from monoblock.config.presets import preset
 from monoblock.config.schema import FieldError, from_dict
 from monoblock.errors import ConfigError
@@ -93,14 +93,37 @@ def is_decoder(recipe: Recipe) -> bool:
     return _family(recipe) in ("decoder-only", *DECODERS)
 
 
+def image_size(recipe: Recipe) -> int | None:
+    """Return the width of the images that the model of a recipe reads; None if it follows from the data."""
+    base = _base_config(recipe)
+    return recipe.model.get("image", base.input.image if _reads_patches(base) else None)
+
+
+def image_channels(recipe: Recipe) -> int | None:
+    """Return the channels of the images that the model of a recipe reads; None if they follow from the data."""
+    base = _base_config(recipe)
+    return recipe.model.get("channels", base.input.channels if _reads_patches(base) else None)
+
+
+def _reads_patches(config: Any) -> bool:
+    return isinstance(config, ModelConfig) and isinstance(config.input, PatchConfig)
+
+
 def _family(recipe: Recipe) -> str:
     """Return the family of the model of a recipe: of a configuration, or the name of the function that builds one."""
+    base = _base_config(recipe)
+    if base is None:
+        return str(recipe.model["family"])
+    return base.family if isinstance(base, ModelConfig) else "lstm"
+
+
+def _base_config(recipe: Recipe) -> Any:
+    """Return the stored or published configuration that a recipe begins with; None if there is none."""
     if "folder" in recipe.model:
         from monoblock.recipes.stored_config import read_stored_config
 
-        stored = read_stored_config(recipe.model["folder"])
-        return stored.family if isinstance(stored, ModelConfig) else "lstm"
-    return preset(str(recipe.model["preset"])).family if "preset" in recipe.model else str(recipe.model["family"])
+        return read_stored_config(recipe.model["folder"])
+    return preset(str(recipe.model["preset"])) if "preset" in recipe.model else None
 
 
 def _check_trainable(task: TaskKeys, config: ModelConfig) -> None:

@@ -21,7 +21,7 @@ from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.runs.generation_config import read_generation_defaults
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.recipe import read_stored_recipe
-from monoblock.tasks.image_inputs import read_image_normalization
+from monoblock.tasks.image_inputs import read_image_preprocessing
 from monoblock.tasks.loaded_model import GenerationDefaults, LoadedModel
 from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ def load_folder(
         None if recipe is None else recipe.task,
         _read_labels(folder, model),
         _read_pooling(folder),
-        read_image_normalization(folder),
+        read_image_preprocessing(folder),
     )
 
 

@@ -20,7 +20,7 @@ from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.masked_lm.predict import FilledText, fill_masks
 from monoblock.tasks.prediction_options import AnswerOptions, PredictionOptions
 from monoblock.tasks.question_answering.predict import AnswerSpan, answer_questions
-from monoblock.tasks.text_inputs import list_inputs
+from monoblock.tasks.text_inputs import is_single, list_inputs
 from monoblock.tasks.token_classification.predict import TaggedText, split_words, tag_words
 
 
@@ -49,14 +49,17 @@ class PredictionMethods:
 
         For a list of inputs, return a list of such results.
 
+        An image is the path of a picture or of a .npz file, a picture of Pillow, or an array or tensor of shape
+        (height, width, channels), (channels, height, width) or (height, width): uint8 from 0 to 255, or floats from 0
+        to 1. It is resized if the model's preprocessor_config.json says so.
+
         options: `batch`, the number of inputs processed at once; `long`, what to do with a text that is longer than
             the context ("refuse", "cut" or "split" it).
         """
-        single = isinstance(text, str | tuple) or hasattr(text, "ndim")
-        rows = list_inputs(text, "classify", (str, tuple))
-        predict: Callable[..., Tensor] = (
-            predict_image_probabilities if self.loaded.tokenizer is None else predict_probabilities
-        )
+        images = self.loaded.reads_images
+        single = is_single(text, (str, tuple), images=images)
+        rows = list_inputs(text, "classify", (str, tuple), images=images)
+        predict: Callable[..., Tensor] = predict_image_probabilities if images else predict_probabilities
         probabilities = predict(self.loaded, rows, **options) if rows else ()
         predictions = [top_predictions(self.loaded.labels, row, top) for row in probabilities]
         return predictions[0] if single else predictions
@@ -116,11 +119,12 @@ class PredictionMethods:
             pooling stored with the model, else "mean", or "last" for a decoder-only model.
         normalize: scale embeddings to length one.
         """
-        single = isinstance(text, str) or hasattr(text, "ndim")
-        rows = list_inputs(text, "embed")
+        images = self.loaded.reads_images
+        single = is_single(text, images=images)
+        rows = list_inputs(text, "embed", images=images)
         if not rows:
             return torch.zeros(0, self.loaded.model.config.width)
-        embed: Callable[..., Tensor] = embed_images if self.loaded.tokenizer is None else embed_texts
+        embed: Callable[..., Tensor] = embed_images if images else embed_texts
         vectors = embed(self.loaded, rows, pooling=pooling, normalize=normalize, **options)
         return vectors[0] if single else vectors
 

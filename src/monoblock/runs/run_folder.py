@@ -72,5 +72,7 @@ def write_initial_files(
     tokens = start.special_tokens if start is not None else {}
     defaults = build_generation_config(recipe.generate, task, tokenizer, config.context, stored) | dict(tokens)
     write_atomically(folder / GENERATION_CONFIG_FILE, json.dumps(defaults, indent=2) + "\n")
+    for name, fields in task_data.model_files.items():
+        write_atomically(folder / name, json.dumps(fields, indent=2) + "\n")
     if labels:
         write_atomically(folder / LABELS_FILE, json.dumps(labels, indent=2, ensure_ascii=False) + "\n")

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monoblock.config.model import PatchConfig
 from monoblock.decoding.prompt import pad_right
 from monoblock.recipes.model_config import has_segments
-from monoblock.tasks.image_inputs import Image
+from monoblock.tasks.image_inputs import Image, read_image
 from monoblock.tasks.input_template import EncodedInput
 from monoblock.tasks.loaded_model import LoadedModel
 
@@ -83,14 +84,15 @@ def run_image_batches(
     forward: Callable[[Tensor], Tensor],
     progress: ProgressCallback = no_progress,
 ) -> list[Tensor]:
-    """Normalize images as the model expects, and return the output of `forward` for each batch, on the CPU in fp32.
+    """Prepare images as the model expects, and return the output of `forward` for each batch, on the CPU in fp32.
 
-    images: arrays of shape (channels, height, width) with pixels in [0, 1].
+    images: what `read_image` reads; files are read batch by batch.
     """
-    outputs = []
+    outputs, config, preprocessing = [], getattr(loaded.model.config, "input", None), loaded.image_preprocessing
+    assert isinstance(config, PatchConfig)
     for start in range(0, len(images), batch):
-        pixels = torch.stack([torch.as_tensor(image) for image in images[start : start + batch]]).float()
+        pixels = torch.stack([read_image(image, config, preprocessing) for image in images[start : start + batch]])
         weight = next(iter(loaded.model.parameters()))
-        outputs.append(forward(loaded.image_normalization(pixels).to(weight.device, weight.dtype)).float().cpu())
+        outputs.append(forward(preprocessing(pixels).to(weight.device, weight.dtype)).float().cpu())
         progress(len(pixels))
     return outputs

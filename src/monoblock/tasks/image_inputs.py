@@ -1,97 +1,214 @@
-"""Read images from .npz files and pictures (PNG, JPEG, WebP, GIF, BMP), and normalize them as a model expects."""
+"""Read images in every form that users have them in, and prepare them as a model expects: resized, scaled, normalized.
+
+An image is a picture (PNG, JPEG, WebP, GIF, BMP) or a .npz file, by its path; a picture of Pillow; or an array or a
+tensor, of shape (height, width), (channels, height, width) or (height, width, channels), with values from 0 to 255 as
+uint8 or from 0 to 1 as floats.
+"""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from monoblock.config.model import PatchConfig
-from monoblock.data.readers.npz import check_pixel_range, read_arrays
-from monoblock.errors import FileError, InputError, MonoblockError
-from monoblock.untrusted_files import has_file, open_regular, read_json, reading, safe_join
+from monoblock.data.readers.npz import channels_first, check_pixel_range, read_arrays
+from monoblock.data.readers.pictures import PICTURE_SUFFIXES, read_picture
+from monoblock.errors import FileError, InputError
+from monoblock.untrusted_files import has_file, read_json, reading, safe_join
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
-ARRAY_SUFFIXES, IMAGE_SUFFIXES = (".npz",), (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
-PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # in the words of Pillow
-MAX_PIXELS = 2**23
-WEBP_HEADER_BYTES = 30
+ARRAY_SUFFIX = ".npz"
+RESAMPLING = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # the numbers of Pillow, which preprocessor_config.json has
 Pixels = NDArray[np.float32]  # of shape (channels, height, width), with values from 0 to 1
-Image = Tensor | NDArray[np.generic]  # an image of that shape and range, as a tensor or an array
+Image = Tensor | NDArray[np.generic] | os.PathLike[str]  # what `read_image` reads; also a str, a picture of Pillow
 
 
-class ImageNormalization(NamedTuple):
-    """Normalize each channel to (pixels - mean) / std; the default maps pixels in [0, 1] to [−1, 1]."""
+@dataclass(frozen=True)
+class ImagePreprocessing:
+    """What is done to the pixels, from 0 to 1, of an image: resize it, and map them to (scale × pixels − mean) / std.
+
+    mean, std: one number for each channel, or one for all. The default maps pixels from 0 to 1 to −1 to 1.
+    margin: None leaves the size of images alone; a model of 224 pixels resizes to 224 × `margin`, and cuts out the
+        centre.
+    resample: how images are resized: "bilinear", "bicubic" or "nearest".
+    """
 
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
+    scale: float = 1.0
+    margin: float | None = None
+    resample: str = "bilinear"
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in self)
-        return (pixels - mean) / std
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        return (self.scale * pixels - mean) / std
+
+    def resize(self, pixels: Tensor, image: int) -> Tensor:
+        """Return pixels (channels, height, width) with the size `image` × `image`, unless they are left alone."""
+        if self.margin is None or pixels.shape[-2:] == (image, image):
+            return pixels
+        side = round(image * self.margin)
+        start = (side - image) // 2
+        return resize_pixels(pixels, side, self.resample)[:, start : start + image, start : start + image]
 
 
-def read_image_normalization(folder: Path) -> ImageNormalization:
-    """Read the mean and the standard deviation of each channel from preprocessor_config.json in a Hugging Face folder.
+def resize_pixels(pixels: Tensor, side: int, resample: str = "bilinear") -> Tensor:
+    """Resize pixels (channels, height, width) to (channels, side, side), as Pillow does; they keep their dtype."""
+    if resample == "nearest":
+        return F.interpolate(pixels[None], (side, side), mode="nearest-exact")[0]
+    resized = F.interpolate(pixels[None], (side, side), mode=resample, align_corners=False, antialias=True)[0]
+    return resized.clamp(0, 1) if pixels.is_floating_point() else resized
 
-    If there is no such file, return the default, ImageNormalization().
-    """
+
+def read_image_preprocessing(folder: Path) -> ImagePreprocessing:
+    """Read preprocessor_config.json in the folder of a model; without such a file, return the default."""
     if not (folder.is_dir() and has_file(folder, PREPROCESSOR_FILE)):
-        return ImageNormalization()
-    data = read_json(safe_join(folder, PREPROCESSOR_FILE))
-    if data.get("do_normalize") is False:
-        return ImageNormalization((0.0,), (1.0,))
-    default = ImageNormalization()
-    mean = _channel_values(data.get("image_mean"), default.mean, folder)
-    std = _channel_values(data.get("image_std"), default.std, folder, nonzero=True)
-    return ImageNormalization(mean, std)
+        return ImagePreprocessing()
+    data, where = read_json(safe_join(folder, PREPROCESSOR_FILE)), folder / PREPROCESSOR_FILE
+    default = ImagePreprocessing()
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    if data.get("do_normalize") is not False:
+        mean = _channel_values(data.get("image_mean"), default.mean, where)
+        std = _channel_values(data.get("image_std"), default.std, where, nonzero=True)
+    factor = data.get("rescale_factor", 1 / 255) if data.get("do_rescale") is not False else 1
+    if type(factor) not in (int, float) or not factor > 0:
+        raise FileError(f"{where}: rescale_factor={factor!r:.40} must be a number above 0, such as 1/255")
+    if data.get("do_resize", "size" in data) is not True:
+        return ImagePreprocessing(mean, std, 255 * factor)
+    resample = data.get("resample", 2)
+    if resample not in RESAMPLING or type(resample) is not int:
+        known = ", ".join(f"{number} ({name})" for number, name in RESAMPLING.items())
+        raise FileError(f"{where}: resample={resample!r:.40} is not known here; write one of {known}")
+    return ImagePreprocessing(mean, std, 255 * factor, _margin(data, where), RESAMPLING[resample])
 
 
-def _channel_values(
-    value: Any, default: tuple[float, ...], folder: Path, *, nonzero: bool = False
-) -> tuple[float, ...]:
+def preprocessor_fields(image: int, channels: int) -> dict[str, Any]:
+    """Return what preprocessor_config.json says of a model whose images were resized for training."""
+    normalization = {"do_normalize": True, "image_mean": [0.5] * channels, "image_std": [0.5] * channels}
+    scaling = {"do_rescale": True, "rescale_factor": 1 / 255}
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": image, "width": image},
+        "resample": 2,
+        **scaling,
+        **normalization,
+    }
+
+
+def _margin(data: dict[str, Any], where: Path) -> float:
+    """Return by how much the size to which images are resized exceeds the size that is cut out of their centre."""
+    size = _side(data.get("size"), where, "size")
+    is_cut = data.get("do_center_crop", False) is True
+    return size / _side(data.get("crop_size", size), where, "crop_size") if is_cut else 1.0
+
+
+def _side(value: Any, where: Path, name: str) -> int:
+    sides = set(value.values()) if isinstance(value, dict) else {value}
+    side = next(iter(sides), None)
+    if len(sides) != 1 or type(side) is not int or side < 1:
+        raise FileError(f'{where}: {name}={value!r:.60} is not the size of a square; write {{"height": 8, "width": 8}}')
+    return side
+
+
+def _channel_values(value: Any, default: tuple[float, ...], where: Path, *, nonzero: bool = False) -> tuple[float, ...]:
     """Return image_mean or image_std as a tuple; raise FileError unless it is a list of one or three numbers."""
     if value is None:
         return default
     numbers = isinstance(value, list) and all(isinstance(one, int | float) for one in value)
     if not numbers or len(value) not in (1, 3) or (nonzero and 0 in value):
         raise FileError(
-            f"{folder / PREPROCESSOR_FILE}: "
-            "image_mean and image_std must be lists of 1 or 3 numbers, and image_std must not contain 0"
+            f"{where}: image_mean and image_std must be lists of 1 or 3 numbers, and image_std must not contain 0"
         )
     return tuple(map(float, value))
 
 
-def read_pixels(path: str | Path, config: PatchConfig) -> list[Pixels]:
-    """Read the images in a file, each as an array of shape (channels, height, width).
+# -- reading -----------------------------------------------------------------------------------------------------------
 
-    Raise InputError if an image has another shape than the model reads, which `config` describes.
+
+def read_image(image: Any, config: PatchConfig, preprocessing: ImagePreprocessing | None = None) -> Tensor:
+    """Return the pixels of one image from 0 to 1, of the shape (channels, height, width) that a model reads.
+
+    Raise InputError if it has another size, unless the preprocessing resizes images, or is not one image.
+    """
+    if isinstance(image, str | os.PathLike):
+        images = read_pixels(image, config, preprocessing)
+        if len(images) != 1:
+            raise InputError(
+                f"{os.fspath(image)} has {len(images)} images, but predict reads one per file; try monoblock evaluate"
+            )
+        return torch.from_numpy(images[0])
+    if hasattr(image, "convert") and hasattr(image, "getbands"):  # a picture of Pillow
+        image = np.array(image.convert("L" if config.channels == 1 else "RGB"))
+    pixels = image.detach().cpu() if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
+    return prepare_pixels(_channels_first(pixels, config.channels), config, preprocessing, "the input")
+
+
+def _channels_first(pixels: Tensor, channels: int) -> Tensor:
+    """Return an image as (channels, height, width), whichever axis the channels are on."""
+    if pixels.dim() == 2:
+        return pixels[None]
+    is_last = pixels.dim() == 3 and pixels.shape[-1] == channels != pixels.shape[0]
+    return pixels.permute(2, 0, 1) if is_last else pixels
+
+
+def prepare_pixels(
+    pixels: Tensor, config: PatchConfig, preprocessing: ImagePreprocessing | None, name: object
+) -> Tensor:
+    """Resize an image (channels, height, width) if the model does, and return it with floats from 0 to 1."""
+    expected = (config.channels, config.image, config.image)
+    if preprocessing is not None and pixels.dim() == 3 and pixels.shape[0] == config.channels:
+        pixels = preprocessing.resize(pixels, config.image)
+    _check_shape(name, tuple(pixels.shape), expected)
+    if not pixels.dtype.is_floating_point:
+        if pixels.dtype != torch.uint8:
+            raise InputError(
+                f"{name} has pixels of type {pixels.dtype}; give uint8 from 0 to 255, or floats from 0 to 1"
+            )
+        return pixels.float() / 255
+    check_pixel_range(pixels.float().numpy(), str(name))
+    return pixels.float()
+
+
+def read_pixels(
+    path: str | os.PathLike[str], config: PatchConfig, preprocessing: ImagePreprocessing | None = None
+) -> list[Pixels]:
+    """Read the images in a file, each as an array of shape (channels, height, width) with pixels from 0 to 1.
+
+    Raise InputError if an image has another shape than the model reads, which `config` describes, unless the
+    preprocessing resizes it.
     """
     path = Path(path)
-    suffix, known = path.suffix.lower(), (*ARRAY_SUFFIXES, *IMAGE_SUFFIXES)
+    suffix, known = path.suffix.lower(), (ARRAY_SUFFIX, *PICTURE_SUFFIXES)
     if suffix not in known:
         raise InputError(f"{path} is not an image file; this model reads {', '.join(known)} files")
     if not path.is_file():
         raise FileError(f"there is no file {path}; give the path of an image")
     expected = (config.channels, config.image, config.image)
+
+    def check_size(height: int, width: int) -> None:
+        if preprocessing is None or preprocessing.margin is None:
+            _check_shape(path, (config.channels, height, width), expected)
+
     with reading(path):
-        if suffix not in ARRAY_SUFFIXES:
-            return [_read_image(path, expected)]
-        images = _read_npz(path)
-        for pixels in images:
-            _check_shape(path, pixels.shape, expected)
-        return images
+        images = [read_picture(path, config.channels, check_size)] if suffix != ARRAY_SUFFIX else _read_npz(path)
+        return [prepare_pixels(torch.from_numpy(image), config, preprocessing, path).numpy() for image in images]
 
 
-def _check_shape(path: Path, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def _check_shape(name: object, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if shape != expected:
         actual, needed = (" × ".join(map(str, sizes)) for sizes in (shape, expected))
         advice = resize_hint(shape, expected)
-        raise InputError(f"{path} holds an image of {actual}, but this model reads {needed}; {advice}")
+        raise InputError(f"{name} holds an image of {actual}, but this model reads {needed}; {advice}")
 
 
 def resize_hint(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
@@ -100,7 +217,8 @@ def resize_hint(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
     return f"resize it, or give --interpolate {shape[1]}" if square else "resize it"
 
 
-def _read_npz(path: Path) -> list[Pixels]:
+def _read_npz(path: Path) -> list[NDArray[Any]]:
+    """Return the images of a .npz file, each of shape (channels, height, width), as uint8 or as floats from 0 to 1."""
     images: Any = read_arrays(path, ("images",))[0]
     if images.ndim not in (3, 4) or images.dtype.kind not in "uf" or not len(images):
         raise FileError(
@@ -108,50 +226,7 @@ def _read_npz(path: Path) -> list[Pixels]:
             "to 1, of shape (count, height, width) or (count, channels, height, width)"
         )
     check_pixel_range(images, path)
-    scale = float(np.iinfo(images.dtype).max) if images.dtype.kind == "u" else 1.0
-    return [(image / scale).astype(np.float32).reshape(-1, *images.shape[-2:]) for image in images]
-
-
-def _read_image(path: Path, expected: tuple[int, int, int]) -> Pixels:
-    """Read a picture; its header states its size, which is checked before the pixels are decoded."""
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise FileError(
-            f"{path}: reading pictures needs Pillow; run pip install 'monoblock[plot]', or give an .npz file"
-        ) from None
-    channels, height, width = expected
-    if height * width > MAX_PIXELS:
-        raise FileError(f"{path}: pictures of more than {MAX_PIXELS:,} pixels are not decoded; give an .npz file")
-    try:
-        with open_regular(path) as file:
-            size = webp_size(file.read(WEBP_HEADER_BYTES))  # Pillow decodes a WebP file when it opens it
-            if size is not None:
-                _check_shape(path, (channels, *size), expected)
-            file.seek(0)
-            with Image.open(file, formats=PICTURE_FORMATS) as picture:  # other formats start programs
-                _check_shape(path, (channels, picture.height, picture.width), expected)
-                values: Any = np.asarray(picture.convert("L" if channels == 1 else "RGB"), np.float32)
-    except MonoblockError:
-        raise
-    except UnidentifiedImageError:
-        raise FileError(f"{path} is not a picture in one of the formats {', '.join(PICTURE_FORMATS)}") from None
-    except Exception as problem:  # a damaged picture raises anything, also SyntaxError
-        raise FileError(f"{path} cannot be read as a picture: {' '.join(str(problem).split())[:80]}") from problem
-    values /= 255
-    return values[None] if channels == 1 else np.ascontiguousarray(values.transpose(2, 0, 1))
-
-
-def webp_size(header: bytes) -> tuple[int, int] | None:
-    """Return the height and width that the first bytes of a WebP file state; None if it is in another format."""
-    if header[:4] != b"RIFF" or header[8:12] != b"WEBP":
-        return None
-    chunk = header[12:16]
-    if chunk == b"VP8X":  # 24 bits each, minus one
-        return int.from_bytes(header[27:30], "little") + 1, int.from_bytes(header[24:27], "little") + 1
-    if chunk == b"VP8L":  # 14 bits each, minus one, after a signature byte
-        bits = int.from_bytes(header[21:25], "little")
-        return (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1
-    if chunk == b"VP8 ":  # 14 bits each, after the frame tag and the start code
-        return int.from_bytes(header[28:30], "little") & 0x3FFF, int.from_bytes(header[26:28], "little") & 0x3FFF
-    return 0, 0
+    if images.dtype.kind == "u" and images.dtype != np.uint8:
+        images = images / np.iinfo(images.dtype).max
+    images = channels_first(images)
+    return [np.ascontiguousarray(image).reshape(-1, *images.shape[-2:]) for image in images]

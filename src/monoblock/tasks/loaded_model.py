@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+from monoblock.config.model import PatchConfig
 from monoblock.decoding.batch_rows import default_max_rows
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.generate import truncated_length
@@ -21,7 +22,7 @@ from monoblock.errors import InputError
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import DataSection
-from monoblock.tasks.image_inputs import ImageNormalization
+from monoblock.tasks.image_inputs import ImagePreprocessing
 from monoblock.tasks.input_template import InputTemplate
 from monoblock.tasks.seq2seq.normalizers import NORMALIZERS
 from monoblock.tasks.seq2seq.section import Seq2SeqSection
@@ -96,7 +97,7 @@ class LoadedModel:
     task_section: object = None  # the section of that recipe with the keys of the task
     labels: list[str] = field(default_factory=list)  # the class names of a classifier or tagger
     pooling: str | None = None  # the pooling of embeddings that is stored with the model: "mean", "cls" or "last"
-    image_normalization: ImageNormalization = field(default_factory=ImageNormalization)
+    image_preprocessing: ImagePreprocessing = field(default_factory=ImagePreprocessing)
     ensemble: tuple[Transformer | Recurrent, ...] = ()  # further models; generation averages their log-probabilities
 
     def section(self, kind: type[S]) -> S:
@@ -120,6 +121,10 @@ class LoadedModel:
             raise InputError(
                 f"{HEAD_METHODS[kind]} needs a model with the head {kind!r}, but this model has {actual!r}{advice}"
             )
+
+    @property
+    def reads_images(self) -> bool:
+        return isinstance(getattr(self.model.config, "input", None), PatchConfig)
 
     @property
     def is_multi_label(self) -> bool:

@@ -117,6 +117,7 @@ class TaskData:
     build_batch: Callable[[BatchIndices], TensorBatch] | None
     evaluation_batches: Callable[[], Iterable[TensorBatch]] | None
     model_sizes: dict[str, Any] = field(default_factory=dict)  # sizes that follow from the data, such as `classes`
+    model_files: dict[str, dict[str, Any]] = field(default_factory=dict)  # JSON files beside the model, by their names
     labels: list[str] = field(default_factory=list)  # the class names, in the order of the outputs
     summary: str = ""  # the amount of data, in words for the user
     bytes_per_token: float | None = None  # mean number of bytes per token of the validation text

@@ -6,6 +6,8 @@ notes.txt           one file: a tenth of its rows, or the last tenth of a runnin
 mine/               a folder with the files train.*, valid.* and test.*
 mine/{split}.tsv    one file per split; {split} is written as it is here and stands for train, valid or test
 mine/{split}.de-en  two aligned files per split, mine/train.de and mine/train.en
+mine/               a folder of pictures, one folder for each class: mine/cats/*.png and mine/dogs/*.png, or for each
+                    split mine/train/cats/*.png
 mine/               a folder of images named as in MNIST, train-images-idx3-ubyte.gz and t10k-images-idx3-ubyte.gz, and
                     of their labels, train-labels-idx1-ubyte.gz and t10k-labels-idx1-ubyte.gz
 """
@@ -26,11 +28,12 @@ from monoblock.data.readers.labelled import read_labelled
 from monoblock.data.readers.lines import read_jsonl
 from monoblock.data.readers.npz import read_images
 from monoblock.data.readers.pairs import PAIR_KEYS, read_aligned_pairs, read_pairs
+from monoblock.data.readers.pictures import has_pictures, is_class_folder, read_class_folders
 from monoblock.data.readers.records import CorpusKind, DocumentBoundaries
 from monoblock.data.readers.squad import read_questions
 from monoblock.data.readers.text import read_documents, read_text
 from monoblock.errors import FileError, SplitError, did_you_mean
-from monoblock.untrusted_files import reading, safe_join
+from monoblock.untrusted_files import reading, safe_folder, safe_join
 
 SPLIT_FILE_NAMES = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test", "t10k")}
 KIND_BY_SUFFIX: dict[str, CorpusKind] = {
@@ -101,8 +104,13 @@ def expand_aligned_path(path: Path) -> tuple[Path, ...]:
 
 
 def is_single_file(path: str) -> bool:
-    """Return whether a path is one file for all splits, and neither a folder nor a pattern with {split}."""
-    return "{split}" not in path and not Path(path).is_dir()
+    """Return whether a path holds the rows of all splits: one file, or a folder of classes of pictures."""
+    return "{split}" not in path and (not Path(path).is_dir() or _is_undivided_class_folder(Path(path)))
+
+
+def _is_undivided_class_folder(path: Path) -> bool:
+    """Return whether a folder has folders of classes and no files or folders of splits."""
+    return is_class_folder(path) and not any(_find_split_file(path, split) for split in SPLIT_FILE_NAMES)
 
 
 def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
@@ -112,6 +120,8 @@ def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
     """
     files = (_find_split_file(Path(path), split) for split in SPLIT_FILE_NAMES)
     file = Path(path) if is_single_file(path) else next((file for file in files if file is not None), None)
+    if file is not None and file.is_dir():
+        return "images"
     suffix = None if file is None else _known_suffix(file)
     if file is None or suffix is None or len(allowed) == 1:
         return allowed[0]
@@ -131,6 +141,8 @@ def _read_file(path: Path, kind: CorpusKind | None, document_boundaries: Documen
 
 
 def _read_rows(path: Path, kind: CorpusKind | None, document_boundaries: DocumentBoundaries) -> FileContent:
+    if path.is_dir():
+        return FileContent("images", list(read_class_folders(path)))
     files = expand_aligned_path(path)
     if len(files) == 2 and not path.exists():
         return FileContent("pairs", list(read_aligned_pairs(*files)))
@@ -179,6 +191,10 @@ def _split_files(path: Path, split: str) -> list[Path]:
     present = [file for file in files if file is not None]
     if not present:
         detail = "" if "{split}" in str(path) else f"; add a file named {splits[0]}{{{','.join(KIND_BY_SUFFIX)}}}"
+        if path.is_dir() and has_pictures(path):
+            detail = (
+                f"; its pictures have no classes: put those of each class into a folder, {path}/cats and {path}/dogs"
+            )
         raise SplitError(f"{path} has no split {split!r}{detail}")
     return present
 
@@ -190,7 +206,7 @@ def _find_split_file(path: Path, split: str) -> Path | None:
     """
     file = _first_existing(_candidate_paths(path, split))
     if file is not None and "{split}" not in str(path):
-        safe_join(path, file.name)
+        (safe_folder if file.is_dir() else safe_join)(path, file.name)
     return file
 
 
@@ -200,7 +216,16 @@ def _candidate_paths(path: Path, split: str) -> Iterator[Path]:
             yield Path(str(path).replace("{split}", name))
         else:
             yield from (path / f"{name}{suffix}" for suffix in KIND_BY_SUFFIX)
+            yield path / name  # a folder of classes of pictures
 
 
 def _first_existing(candidates: Iterator[Path]) -> Path | None:
-    return next((path for path in candidates if all(file.is_file() for file in expand_aligned_path(path))), None)
+    """Return the first candidate that is a file, both of two aligned files, or a folder of classes of pictures."""
+    return next(
+        (
+            path
+            for path in candidates
+            if all(file.is_file() for file in expand_aligned_path(path)) or is_class_folder(path)
+        ),
+        None,
+    )

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from monoblock.data.readers.records import LabelledImage, LabelledText, Pair, Question, TaggedSentence
+from monoblock.data.readers.records import LabelledImage, LabelledPicture, LabelledText, Pair, Question, TaggedSentence
 from monoblock.errors import ConfigError, SplitError
 
 SplitMethod = Literal["random", "last"]
@@ -90,7 +90,7 @@ def choose_held_out(rows: Sequence[Any], holdout: Holdout) -> tuple[list[int], s
 
 def _classes(rows: Sequence[Any]) -> list[Any]:
     """Return the class of each row; [] if rows have no class, or if their labels are the numbers of a regression."""
-    if not isinstance(rows[0], LabelledText | LabelledImage):
+    if not isinstance(rows[0], LabelledText | LabelledImage | LabelledPicture):
         return []
     labels = [row.label for row in rows]
     distinct = set(labels)

@@ -21,15 +21,23 @@ READ_BYTES = 2**20
 def read_images(path: str | Path) -> Iterator[LabelledImage]:
     """Yield the labelled images of a .npz file with the arrays "images" and "labels".
 
-    "images" has shape (count, height, width) or (count, channels, height, width), and "labels" has shape (count,).
+    "images" has shape (count, height, width), (count, channels, height, width) or (count, height, width, channels), and
+    "labels" has shape (count,).
     """
     import numpy as np
 
     images, labels = _load_arrays(path)
+    images = channels_first(images)
     check_pixel_range(images, path)
     scale = float(np.iinfo(images.dtype).max) if images.dtype.kind == "u" else 1.0
     for pixels, label in zip(images, labels, strict=True):
         yield LabelledImage((pixels / scale).astype(np.float32).reshape(-1, *images.shape[-2:]), int(label))
+
+
+def channels_first(images: NDArray[Any]) -> NDArray[Any]:
+    """Return images of shape (count, height, width, channels) as (count, channels, height, width), others unchanged."""
+    is_last = images.ndim == 4 and images.shape[-1] in (1, 3) and images.shape[1] not in (1, 3)
+    return images.transpose(0, 3, 1, 2) if is_last else images
 
 
 def read_arrays(path: str | Path, names: Sequence[str]) -> list[NDArray[Any]]:

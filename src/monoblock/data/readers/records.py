@@ -36,6 +36,13 @@ class TaggedSentence(NamedTuple):
     document: int = 0
 
 
+class LabelledPicture(NamedTuple):
+    """A picture that is decoded when it is used, and its class; a row of the kind "images"."""
+
+    path: str
+    label: str
+
+
 class LabelledImage(NamedTuple):
     pixels: NDArray[np.float32]  # (channels, height, width), from 0 to 1
     label: int

@@ -70,8 +70,9 @@ def encode_input(pipe: Pipeline, text: str, target: str | None = None) -> Inspec
 def _encode_image(pipe: Pipeline, model: Transformer, path: Path) -> InspectedInput:
     config = model.config.input
     assert isinstance(config, PatchConfig)
-    pixels = read_pixels(path, config)[0]
-    tensor = pipe.loaded.image_normalization(torch.from_numpy(pixels))[None].to(model.device, model_dtype(model))
+    preprocessing = pipe.loaded.image_preprocessing
+    pixels = read_pixels(path, config, preprocessing)[0]
+    tensor = preprocessing(torch.from_numpy(pixels))[None].to(model.device, model_dtype(model))
     num_special = config.num_class_tokens + config.registers
     side = config.image // config.patch
     special = [f"token {number}" for number in range(num_special)]

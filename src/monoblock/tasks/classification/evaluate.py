@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from monoblock.data.corpora.load import Corpus
-from monoblock.data.readers.records import LabelledText
+from monoblock.data.readers.records import LabelledImage, LabelledPicture, LabelledText
+from monoblock.errors import InputError
 from monoblock.metrics import classification
 from monoblock.plots.confusion_matrix import Mistake, save_confusion_matrix
-from monoblock.tasks.classification.images import check_image_shape, label_ids, stack_images
+from monoblock.tasks.classification.images import label_ids
 from monoblock.tasks.classification.predict import TextOrPair, predict_image_probabilities, predict_probabilities
 from monoblock.tasks.evaluation_report import MAX_MISTAKES, Evaluation, EvaluationRequest, Table, read_corpus
+from monoblock.tasks.image_inputs import Image, read_image
 from monoblock.tasks.labels import check_labels, label_to_id
 from monoblock.tasks.loaded_model import LoadedModel
 
@@ -61,9 +64,11 @@ def label_indices(corpus: Corpus, labels: Sequence[str]) -> list[int]:
 
 def _predict_probabilities(loaded: LoadedModel, corpus: Corpus, request: EvaluationRequest) -> Any:
     if corpus.kind == "images":
-        pixels = stack_images(corpus.rows, corpus.name)
-        check_image_shape(loaded.model, tuple(pixels.shape[1:]), corpus.name)
-        return predict_image_probabilities(loaded, list(pixels), batch=request.batch_size).double().numpy()
+        images = [_input_image(row) for row in corpus.rows]
+        try:
+            return predict_image_probabilities(loaded, images, batch=request.batch_size).double().numpy()
+        except InputError as problem:
+            raise InputError(str(problem).replace("the input holds an image", f"{corpus.name} holds images")) from None
     texts = [_input_text(row) for row in corpus.rows]
     return predict_probabilities(loaded, texts, batch=request.batch_size, long="cut").double().numpy()
 
@@ -81,6 +86,10 @@ def _truncation_notes(loaded: LoadedModel, corpus: Corpus) -> list[str]:
     return [f"{count:,} of {len(corpus):,} texts were cut to {limit} tokens"] if count else []
 
 
+def _input_image(row: LabelledImage | LabelledPicture) -> Image:
+    return Path(row.path) if isinstance(row, LabelledPicture) else row.pixels
+
+
 def _input_text(row: LabelledText) -> TextOrPair:
     return row.text if row.text_pair is None else (row.text, row.text_pair)
 
@@ -90,6 +99,10 @@ def _build_mistake(
 ) -> Mistake:
     row, prediction = corpus.rows[index], int(probabilities[index].argmax())
     image = corpus.kind == "images"
-    text = f"image {index}" if image else row.text if row.text_pair is None else f"{row.text} | {row.text_pair}"
+    picture = Path(row.path) if isinstance(row, LabelledPicture) else None
+    shown = f"image {index}" if picture is None else f"{picture.parent.name}/{picture.name}"
+    text = shown if image else row.text if row.text_pair is None else f"{row.text} | {row.text_pair}"
+    config: Any = loaded.model.config
+    pixels = read_image(_input_image(row), config.input, loaded.image_preprocessing).numpy() if image else None
     names = loaded.labels[labels[index]], loaded.labels[prediction]
-    return Mistake(text, *names, float(probabilities[index, prediction]), row.pixels if image else None)
+    return Mistake(text, *names, float(probabilities[index, prediction]), pixels)
