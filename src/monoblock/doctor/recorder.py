@@ -70,6 +70,7 @@ class Recorder:
         self._lengths = {tensor.shape[1] for tensor in inputs if tensor.dim() > 1}
         self._in_fused = False
         self._count = 0  # of terms
+        self._results: dict[int, Tensor] = {}  # of products, by their numbers
         self._unmasked: dict[int, Tensor] = {}  # scores of which masked_fill made a masked copy
         self._written: set[int] = set()  # memory that values which depend on the ids were written into
         for tensor in inputs:
@@ -81,7 +82,7 @@ class Recorder:
                 yield self
         finally:
             torch.backends.mha.set_fastpath_enabled(fastpath)
-            self._lineages, self._unmasked = {}, {}
+            self._lineages, self._unmasked, self._results = {}, {}, {}
 
     # -- lineages -------------------------------------------------------------------------------------------------
 
@@ -136,7 +137,10 @@ class Recorder:
     def _new_term(self, given: Tensor, result: Tensor, *, is_lookup: bool = False) -> int:
         self._count += 1
         reads = self._get(given).terms
-        self.products.append(Product(self._count, given, result, reads, is_lookup=is_lookup))
+        before = self._results.get(min(reads)) if len(reads) == 1 else None
+        is_direct = before is not None and torch.equal(before.flatten(), given.flatten())
+        self._results[self._count] = result
+        self.products.append(Product(self._count, given, result.shape[-1], reads, is_direct, is_lookup))
         attention = self._get(given).record
         if attention is not None and attention.term < 0:
             attention.term = self._count

@@ -165,8 +165,9 @@ class Product:
 
     number: int
     given: Tensor
-    result: Tensor
+    width: int  # of the result
     reads: frozenset[int]  # the terms that `given` holds
+    is_direct: bool = False  # `given` is the result of another product, and nothing was computed between the two
     is_lookup: bool = False
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +38,19 @@ MISSING = {  # branch -> title, what is wrong, the line to write
 # -- residual connections -------------------------------------------------------------------------------------------
 
 
+class _Stage(NamedTuple):
+    """What an attention layer, or the output layer, reads: the terms of the stream and their sum; and its results."""
+
+    stream: frozenset[int]
+    given: Tensor
+    results: set[int]
+
+
 def check_residuals(exam: Examination) -> Finding | None:
     """Follow the terms of the stream: what goes into a layer must still be in what goes into the next one."""
     stages = _stages(exam)
-    lost = [(layer, branch) for layer in range(len(stages) - 1) if (branch := _lost(exam.recorded, stages, layer))]
-    layers = len(stages) - 1
+    pairs, layers = enumerate(pairwise(stages)), len(stages) - 1
+    lost = [(layer, branch) for layer, (this, after) in pairs if (branch := _lost(exam.recorded, this, after))]
     if not lost or layers < 2:
         return None
     branches = {branch for _, branch in lost}
@@ -58,26 +67,23 @@ def check_residuals(exam: Examination) -> Finding | None:
     )
 
 
-def _stages(exam: Examination) -> list[tuple[frozenset[int], set[int], Tensor]]:
-    """Return for each attention layer, and for the output, the terms of the stream it reads, its results, the stream.
-
-    Heads that are computed one by one read the same stream, and are one layer.
-    """
-    recorder, stages = exam.recorded, list[tuple[frozenset[int], set[int], Tensor]]()
+def _stages(exam: Examination) -> list[_Stage]:
+    """Return the attention layers, then the output layer; heads that are computed one by one are one layer."""
+    recorder, stages = exam.recorded, list[_Stage]()
     products = {product.number: product for product in recorder.products}
     for record in recorder.attentions:
         projections = [products[n] for n in record.query_terms if n in products]
         stream = frozenset[int]().union(*(p.reads for p in projections))
-        if stages and stages[-1][0] == stream:
-            stages[-1][1].add(record.term)
+        if stages and stages[-1].stream == stream:
+            stages[-1].results.add(record.term)
         else:
-            stages.append((stream, {record.term}, projections[0].given if projections else record.query))
+            stages.append(_Stage(stream, projections[0].given if projections else record.query, {record.term}))
     head = recorder.products[-1] if recorder.products else None
-    if head is None or not head.given.shape[-1] != head.result.shape[-1] == exam.output.shape[-1]:
-        return stages and [*stages, (frozenset[int](), set[int](), stages[-1][2])]
+    if head is None or not head.given.shape[-1] != head.width == exam.output.shape[-1]:
+        return stages and [*stages, _Stage(frozenset(), stages[-1].given, set())]  # not known
     while len(head.reads) == 1 and (before := products.get(min(head.reads))) and _is_product(recorder, before):
         head = before  # two linear layers in a row
-    return [*stages, (head.reads, set(), head.given)]
+    return [*stages, _Stage(head.reads, head.given, set())]
 
 
 def _is_product(recorder: Recorder, product: Product) -> bool:
@@ -89,12 +95,12 @@ def _is_product(recorder: Recorder, product: Product) -> bool:
     )
 
 
-def _lost(recorder: Recorder, stages: list[tuple[frozenset[int], set[int], Tensor]], layer: int) -> str | None:
+def _lost(recorder: Recorder, stage: _Stage, following: _Stage) -> str | None:
     """Return which branch of a layer loses the stream that it was given; None if none is known to do so."""
-    (stream, results, given), (after, _, given_after) = stages[layer : layer + 2]
+    stream, after, results = stage.stream, following.stream, stage.results
     products, lookups = recorder.products, {p.number for p in recorder.products if p.is_lookup}
     begins_anew = any(p.is_lookup or p.reads & lookups for p in products if p.number in after)  # as a decoder does
-    if not stream or not after or stream & after or begins_anew or _is_near(given, given_after):
+    if not stream or not after or stream & after or begins_anew or _is_near(stage.given, following.given):
         return None
     updates = results | {p.number for p in products if p.reads & results}
     if after & updates:
@@ -116,17 +122,16 @@ def _is_near(a: Tensor, b: Tensor) -> bool:
 def check_nonlinearity(exam: Examination) -> Finding | None:
     """Look for a product that widens each vector and one that narrows it again, with nothing between them."""
     products = {product.number: product for product in exam.recorded.products}
-    found = []
+    found = list[tuple[int, int]]()
     for down in products.values():
-        up = products.get(min(down.reads)) if len(down.reads) == 1 else None
+        up = products[min(down.reads)] if down.is_direct else None
         if up is None or up.is_lookup or not exam.recorded.attentions:
             continue
-        sizes = up.given.shape[-1], up.result.shape[-1], down.result.shape[-1]
-        if sizes[0] == sizes[2] < sizes[1] and torch.equal(up.result.flatten(), down.given.flatten()):
-            found.append(sizes)
+        if up.given.shape[-1] == down.width < up.width:
+            found.append((down.width, up.width))
     if not found:
         return None
-    width, inner, _ = found[0]
+    width, inner = found[0]
     return finding(
         "gradient_flow",
         "warn",
