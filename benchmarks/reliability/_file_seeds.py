@@ -150,7 +150,7 @@ def read_checkpoint(folder: Path) -> None:
     if newest is None:
         raise mb.FileError(f"no checkpoint is intact: {problems}")
     state = checkpoint.load(newest)
-    resume_state.check_metadata(state.metadata)
+    resume_state.check_metadata(state.metadata, scaler={})
 
 
 def read_pickle(folder: Path) -> None:
@@ -211,7 +211,8 @@ def write_seeds(root: Path, variant: int) -> list[Seed]:
     (add("recipe", "recipe.toml", "recipe") / "recipe.toml").write_text(RECIPE)
     folder = add("checkpoint", "step-5/state.json step-5/model.safetensors step-5/manifest.json latest", "checkpoint")
     guard = dict.fromkeys(("mean", "good", "bad_in_a_row", "good_in_a_row", "gone_back"), 1)
-    metadata = {"tokens": 100, "parts": 1, "guard": guard, "best": {"step": 5, "loss": 1.5}, "sound": 5, "identity": {}}
+    metadata = {"tokens": 100, "parts": 1, "guard": guard, "best": {"step": 5, "loss": 1.5}, "sound": 5}
+    metadata |= {"identity": {}, "circumstances": {}, "scaler": {}}
     checkpoint.save(folder, checkpoint.Checkpoint(5, {"model": {"w": torch.randn(3, 4)}}, metadata))
     folder = add("pickle", "model.pt", "pickle", True)
     torch.save({"weight": torch.randn(3, 4), "bias": torch.zeros(3)}, folder / "model.pt")
