@@ -142,7 +142,8 @@ class Companions:
         files = dict(self.files)
         if published:
             files.pop(RUN_RECIPE_FILE, None)
-        if self.generation and GENERATION_CONFIG_FILE not in files:
+        in_fields = published and self.fields  # where transformers reads the ids, too
+        if self.generation and GENERATION_CONFIG_FILE not in files and not in_fields:
             files[GENERATION_CONFIG_FILE] = (json.dumps(dict(self.generation), indent=2) + "\n").encode()
         rewritten = self.path is not None and (self.path.is_file() or (published and self.is_run))
         tokenizer = self.load_tokenizer(config if published else None) if rewritten else None
