@@ -102,3 +102,80 @@ def test_an_examination_changes_neither_weights_nor_mode_nor_random_numbers():
     assert not report.findings, names(report)
     assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+# -- a healthy training ---------------------------------------------------------------------------------------------
+
+TRAINING = ("label_shift", "pad_in_loss", "initial_loss", "overfit", "optimizer", "learning_rate", "optimizer_settings")
+QUICK = {"gpt2", "command-r", "llama", "bert masked"}  # the rest is slow together
+
+
+def examine_training(model, vocab, logits_of, *, is_causal, shifts=False):
+    """Examine a model with a batch, its loss (or the own one, which shifts), a step, an optimizer and a generator."""
+    ids = torch.randint(5, vocab, (4, 14), generator=torch.Generator().manual_seed(1))
+    labels = torch.where(ids % 2 == 0, ids, -100)
+    if is_causal:
+        ids, labels = ids[:, :-1], ids[:, 1:].clone()
+        labels[:2, 9:] = -100
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95))
+
+    def loss(logits, labels):
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    def step():
+        optimizer.zero_grad()
+        value = loss(logits_of(ids), labels)
+        value.backward()
+        optimizer.step()
+        return value.item()
+
+    def generate(prompt):
+        model.eval()
+        return logits_of(prompt)[:, -1].argmax(-1)
+
+    given = {"batch": (ids, ids)} if shifts else {"batch": (ids, labels), "loss": loss}
+    options = {**given, "step": step, "optimizer": optimizer, "generate": generate}
+    report = diagnose_model(model, checks=[*TRAINING, "dropout"], **options)
+    alone = diagnose_model(model, checks=["learning_rate"], optimizer=optimizer)
+    for one in (report, alone):
+        assert not one.findings, names(one)
+        assert not [row for row in one.not_checked if "failed" in row.reason]
+    assert {"overfit", "optimizer", "learning_rate"} <= {result.name for result in report.checks}
+
+
+def mark(rows):
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in rows]
+
+
+@pytest.mark.parametrize("name", mark(DIFFERENT.values()))
+def test_a_healthy_training_of_a_preset_has_no_findings(name):
+    config = tiny(name)
+    torch.manual_seed(0)
+    model = Transformer(config)
+    if config.family not in ("decoder-only", "encoder-only") or getattr(config.input, "vocab", None) is None:
+        return  # of two texts, or of pictures
+    vocab = config.input.vocab
+    if model(torch.full((2, 7), 5)).shape != (2, 7, vocab):
+        return  # a model without a head for tokens
+    examine_training(model, vocab, model, is_causal=config.family == "decoder-only")
+
+
+LANGUAGE_MODELS = [
+    name
+    for name, row in PUBLISHED_MODELS.items()
+    if row.class_name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))
+]
+
+
+@pytest.mark.parametrize("name", mark(LANGUAGE_MODELS))
+def test_a_healthy_training_of_a_published_family_has_no_findings(name):
+    transformers = pytest.importorskip("transformers")
+    row = PUBLISHED_MODELS[name]
+    config_class = getattr(transformers, row.class_name)
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = config_class.config_class(**{**tokens, **row.config_fields})
+    config._attn_implementation, config._experts_implementation = "eager", "eager"
+    torch.manual_seed(0)
+    model, is_causal = config_class(config), not row.class_name.endswith("ForMaskedLM")
+    vocab = config.get_text_config().vocab_size
+    examine_training(model, vocab, lambda ids: model(ids).logits, is_causal=is_causal, shifts=is_causal)
