@@ -167,6 +167,7 @@ LANGUAGE_MODELS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of GPT-BigCode
 @pytest.mark.parametrize("name", mark(LANGUAGE_MODELS))
 def test_a_healthy_training_of_a_published_family_has_no_findings(name):
     transformers = pytest.importorskip("transformers")
