@@ -1,5 +1,6 @@
 """`predict` and `evaluate` on models of a few steps: results per line, invalid input, metrics."""
 
+import csv
 import json
 import os
 from pathlib import Path
@@ -314,3 +315,66 @@ def test_the_options_in_the_documentation_exist():
     for _, verb, *arguments in lines:
         options = {name for one in cli.get_command(None, verb).params for name in one.opts}
         assert {word for word in arguments if word.startswith("--")} <= options, (verb, arguments)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+ROWS = ["the cat sat 3", 'the "dog", ran', "the owl\nand the fox", ""]
+
+
+def write_table(path, header, rows):
+    """Write a .csv file with csv, or a tab-separated file."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        if path.suffix == ".csv":
+            csv.writer(file).writerows([header, *rows])
+        else:
+            file.writelines("\t".join(row) + "\n" for row in [header, *rows])
+    return path
+
+
+@pytest.mark.parametrize(("header", "options"), [("Text", []), ("Comment body", ["--text-column", "comment BODY"])])
+def test_rows_of_a_csv_file_are_predicted_by_the_name_of_their_column(classifier, run_verb, tmp_path, header, options):
+    path = write_table(tmp_path / "in.csv", ["id", header], [[str(n), text] for n, text in enumerate(ROWS)])
+    code, out, _ = run_verb(["predict", classifier, "--file", path, "--json", *options])
+    assert code == 0
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["text"] for row in rows] == ROWS, "quotes and line breaks are those of the cells"
+    pipe = mb.load(classifier)
+    for row, text in zip(rows, ROWS, strict=True):
+        assert [one["label"] for one in row["labels"]] == [one.label for one in pipe.classify([text])[0] if text]
+
+
+def test_the_columns_of_pairs_and_of_tab_separated_files_are_found(classifier, tagger, run_verb, tmp_path):
+    path = write_table(tmp_path / "in.tsv", ["label", "sentence2", "sentence1"], [["yes", "the dog", "the cat"]])
+    code, out, _ = run_verb(["predict", classifier, "--file", path, "--json"])
+    assert (code, [json.loads(out)[name] for name in ("text", "text_pair")]) == (0, ["the cat", "the dog"])
+    assert json.loads(out)["labels"][0]["label"] == mb.load(classifier).classify(("the cat", "the dog"))[0].label
+    plain = write_table(tmp_path / "plain.tsv", ["the cat", "the dog"], [["the cat", "sat"]])
+    assert len(run_verb(["predict", classifier, "--file", plain])[1].splitlines()) == 2, "without a header"
+    path = write_table(tmp_path / "tag.csv", ["text"], [["the cat"], ["Mr dog"]])
+    assert len(run_verb(["predict", tagger, "--file", path])[1].splitlines()) == 2
+
+
+def test_pictures_are_found_by_the_column_path(vision_model, pixels, run_verb, tmp_path):
+    np.savez(tmp_path / "one.npz", images=pixels["images"][:1])
+    path = write_table(tmp_path / "in.csv", ["path", "taken"], [[str(tmp_path / "one.npz"), "2020"]])
+    assert (
+        run_verb(["predict", vision_model, "--file", path])[1:2]
+        == run_verb(["predict", vision_model, tmp_path / "one.npz"])[1:2]
+    )
+
+
+def test_a_table_whose_column_is_not_known_is_one_line_with_the_option(classifier, run_verb, tmp_path):
+    for header, options, message in (
+        (["a", "b"], [], "in.csv: the first line 'a, b' has no column named text or sentence or sentence1; name the"),
+        (["text", "review"], [], "in.csv has the columns text and review; say which to read: --text-column text"),
+        (["a", "b"], ["--text-column", "c"], "--text-column c: the first line of"),
+        (["a", "b"], ["--text-column", "a"] * 3, "--text-column is given 3 times, but this model reads 1 or 2 columns"),
+    ):
+        path = write_table(tmp_path / "in.csv", header, [["the cat", "the dog"]])
+        code, out, err = run_verb(["predict", classifier, "--file", path, *options])
+        assert (code in (1, 2), out, message in err.splitlines()[-1]) == (True, "", True), err
+    code, _, err = run_verb(["predict", classifier, "the cat", "--text-column", "text"])
+    assert (code, "--text-column names a column of a .csv or .tsv file; give one with --file" in err) == (2, True)
+    path = write_table(tmp_path / "long.csv", ["text"], [["the cat"], ["the cat sat " * 20]])
+    assert "error: line 3 has" in run_verb(["predict", classifier, "--file", path])[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,9 @@ from monoblock.cli._shared.image_options import interpolate_option, set_image_si
 from monoblock.cli._shared.line_reader import chunk_lines, count_lines, read_lines
 from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
 from monoblock.cli._shared.output import echo, suggest_next
-from monoblock.cli._shared.predict_output import PRINTERS, OutputFormat, print_neighbours
+from monoblock.cli._shared.predict_output import PRINTERS, Line, OutputFormat, is_empty, print_neighbours, show_line
 from monoblock.cli._shared.progress import ProgressBar
+from monoblock.cli._shared.table_lines import COLUMNS, has_columns, is_table, read_columns
 from monoblock.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -29,13 +30,27 @@ VERB_BY_FAMILY = {"decoder-only": "generate", "encoder-decoder": "translate"}
 @click.command(
     name="predict",
     help="Classify, tag, fill masks, answer questions or embed, depending on the head of MODEL.\n\n"
-    "Reads one input per line, from TEXT, --file or standard input, and prints one result per line in the same order; "
-    "an empty line gives an empty result. A line is a text, or text<TAB>text for a classifier of text pairs, "
-    "question<TAB>text for question answering, and the path of a picture or a .npz file for a vision model.",
+    "Reads one input per line, or per row of a table, from TEXT, --file or standard input, and prints one result per "
+    "line in the same order; an empty line gives an empty result. A line is a text, or text<TAB>text for a classifier "
+    "of text pairs, question<TAB>text for question answering, and the path of a picture or a .npz file for a vision "
+    "model.",
 )
 @click.argument("model")
 @click.argument("texts", metavar="[TEXT …]", nargs=-1)
-@click.option("--file", type=click.Path(path_type=Path), help="Read lines from this file.  [default: standard input]")
+@click.option(
+    "--file",
+    type=click.Path(path_type=Path),
+    help="Read lines from this file, or rows from a .csv or .tsv file whose first line names its columns.  [default: "
+    "standard input]",
+)
+@click.option(
+    "--text-column",
+    "text_columns",
+    metavar="NAME",
+    multiple=True,
+    help="Read this column of a .csv or .tsv file; twice for pairs.  [default: text, sentence, review …; text_pair, "
+    "sentence2 …; question and context; path]",
+)
 @click.option(
     "--top",
     type=click.IntRange(min=1),
@@ -83,7 +98,7 @@ def command(
     predictor = LinePredictor(pipe, model, options)
     num_lines = 0
     with ProgressBar("lines", len(texts) or count_lines(options["file"])) as progress:
-        for first, lines in chunk_lines(read_lines(texts, options["file"])):
+        for first, lines in chunk_lines(predictor.read_inputs(texts, options["file"])):
             for line, result in zip(lines, predictor(lines, first, progress), strict=True):
                 predictor.print_result(line, result)
             sys.stdout.flush()
@@ -100,6 +115,7 @@ class LinePredictor:
     def __init__(self, pipe: Pipeline, model: str, options: dict[str, Any]) -> None:
 
         self.pipe, self.options, self.has_noted_pairs = pipe, options, False
+        self.header_lines = 0  # of the file that is read, for the line numbers in error messages
         self.is_vision = pipe.tokenizer is None
         self.method = "embed" if options["embed"] or options["nearest"] is not None else pipe.loaded.prediction_method
         if self.method not in PRINTERS:
@@ -125,7 +141,9 @@ class LinePredictor:
         return self.is_vision or self.method == "answer"
 
     def _check_options(self) -> None:
-        """Raise ConfigError for an option that has no effect on this model."""
+        """Raise ConfigError for an option that has no effect on this model or on these files."""
+        if self.options["text_columns"] and not any(map(is_table, (self.options["file"], self.options["nearest"]))):
+            raise ConfigError("--text-column names a column of a .csv or .tsv file; give one with --file")
         if self._reads_any_length() and self.options["long"] is not None:
             reason = "images have a fixed size" if self.is_vision else "long texts are read in windows"
             raise ConfigError(f"--long has no effect on this model, because {reason}; leave it out")
@@ -133,19 +151,31 @@ class LinePredictor:
         if self.options["top"] is not None and single_result is not None and self.options["nearest"] is None:
             raise ConfigError(f"--top has no effect on {single_result}; leave it out")
 
-    def __call__(self, lines: list[str], first: int, progress: Callable[[int], None]) -> list[Any]:
+    def read_inputs(self, texts: tuple[str, ...], file: Path | None) -> Iterator[Line]:
+        """Yield the lines of TEXT, a file or standard input, or the texts in the columns of a table."""
+        columns = COLUMNS["image" if self.is_vision else self.method if self.method in COLUMNS else "text"]
+        named = self.options["text_columns"]
+        if has_columns(file, named, columns):
+            assert file is not None
+            self.header_lines = 1
+            yield from read_columns(file, named, columns)
+        else:
+            self.header_lines = 0
+            yield from read_lines(texts, file)
+
+    def __call__(self, lines: list[Line], first: int, progress: Callable[[int], None]) -> list[Any]:
         """Return one result per line; None for an empty line.
 
         first: the index of lines[0] in the whole input, for the line numbers in error messages.
         """
-        kept = [index for index, line in enumerate(lines) if line.strip()]
+        kept = [index for index, line in enumerate(lines) if not is_empty(line)]
         results: list[Any] = [None] * len(lines)
         inputs = [self._parse_line(lines[index]) for index in kept]
         if not inputs:
             return results
         options = self._method_options() | self.call_options
         if not self.is_vision:
-            options |= {"lines": [first + index for index in kept], "progress": progress}
+            options |= {"lines": [self.header_lines + first + index for index in kept], "progress": progress}
         try:
             predictions = getattr(self.pipe, self.method)(inputs, **options)
         except InputError as problem:  # name the command-line option instead of the Python argument
@@ -155,7 +185,11 @@ class LinePredictor:
             results[index] = prediction
         return results
 
-    def _parse_line(self, line: str) -> Any:
+    def _parse_line(self, line: Line) -> Any:
+        if isinstance(line, tuple) and len(line) == 2:
+            return line
+        if isinstance(line, tuple):
+            return line[0].strip() if self.is_vision else line[0]
         if self.is_vision:
             return line.strip()
         text, tab, text_pair = line.partition("\t")
@@ -181,7 +215,7 @@ class LinePredictor:
 
         For a vision model, each line is the path of an image.
         """
-        lines = [line for line in read_lines(file=path) if line.strip()]
+        lines = [line for line in self.read_inputs((), path) if not is_empty(line)]
         if not lines:
             raise InputError(f"{path} is empty; give a file with at least one line of text")
         with ProgressBar(f"lines of {path}", len(lines)) as progress:
@@ -189,9 +223,9 @@ class LinePredictor:
             options: dict[str, Any] = self._method_options() | self.call_options
             if not self.is_vision:
                 options["progress"] = progress
-            return lines, self.pipe.embed(inputs, **options)
+            return [show_line(line) for line in lines], self.pipe.embed(inputs, **options)
 
-    def print_result(self, line: str, result: Any) -> None:
+    def print_result(self, line: Line, result: Any) -> None:
         if self.candidate_vectors is None or result is None:
             PRINTERS[self.method](self.output_format, line, result)
             return
@@ -200,4 +234,4 @@ class LinePredictor:
         count = self.options["top"] or DEFAULT_NEIGHBOURS
         (neighbours,) = find_nearest(result[None], self.candidate_vectors, count)
         rows = [(self.candidate_lines[neighbour.row], neighbour.row, neighbour.cosine) for neighbour in neighbours]
-        print_neighbours(self.output_format, line, rows)
+        print_neighbours(self.output_format, show_line(line), rows)

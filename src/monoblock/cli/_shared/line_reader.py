@@ -6,8 +6,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from monoblock.untrusted_files import bounded_lines, reading, standard_input
+
+T = TypeVar("T")
 
 CHUNK_SIZE = 2048  # lines
 
@@ -26,7 +29,7 @@ def read_lines(texts: Sequence[str] = (), file: Path | None = None) -> Iterator[
         yield from decode_lines(bounded_lines(standard_input(), "standard input"), "standard input")
 
 
-def chunk_lines(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+def chunk_lines(lines: Iterable[T]) -> Iterator[tuple[int, list[T]]]:
     """Yield (index of the first line, lines) for chunks of CHUNK_SIZE lines.
 
     A chunk has one line if standard input is a terminal, so that each line is answered at once.

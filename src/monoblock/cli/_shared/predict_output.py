@@ -7,12 +7,29 @@ from typing import Any, NamedTuple
 
 from monoblock.cli._shared.output import dump_json, echo
 
+Line = str | tuple[str, ...]  # a line of text, or the texts in the columns of a row
 DECIMALS = 4  # of a probability: the digits that do not depend on the batch size
 
 
 class OutputFormat(NamedTuple):
     as_json: bool
     columns: bool
+
+
+def show_line(line: Line) -> str:
+    return line if isinstance(line, str) else "\t".join(line)
+
+
+def is_empty(line: Line) -> bool:
+    return not show_line(line).strip()
+
+
+def _split_pair(line: Line) -> tuple[str, str | None]:
+    """Return the text of a line, and its second text if there is one."""
+    if isinstance(line, tuple):
+        return line[0], line[1] if len(line) > 1 else None
+    text, tab, text_pair = line.partition("\t")
+    return text, text_pair if tab else None
 
 
 def _print_json(value: dict[str, Any]) -> None:
@@ -23,16 +40,18 @@ def _choices_json(choices: Sequence[Any], name: str = "label") -> list[dict[str,
     return [{name: choice.label, "probability": round(choice.probability, DECIMALS)} for choice in choices]
 
 
-def print_classes(output_format: OutputFormat, line: str, result: Any) -> None:
+def print_classes(output_format: OutputFormat, line: Line, result: Any) -> None:
     choices = result or []
     if output_format.as_json:
-        text, tab, text_pair = line.partition("\t")
-        _print_json({"text": text, **({"text_pair": text_pair} if tab else {}), "labels": _choices_json(choices)})
+        text, text_pair = _split_pair(line)
+        _print_json(
+            {"text": text, **({} if text_pair is None else {"text_pair": text_pair}), "labels": _choices_json(choices)}
+        )
         return
     echo("\t".join(f"{choice.label}\t{choice.probability:.{DECIMALS}f}" for choice in choices))
 
 
-def print_tags(output_format: OutputFormat, line: str, result: Any) -> None:
+def print_tags(output_format: OutputFormat, line: Line, result: Any) -> None:
     """Print the tags of a line: the text with punctuation restored, else with entities in brackets, else word/LABEL.
 
     With --columns, print `word<TAB>label` on a line for each word instead.
@@ -44,7 +63,7 @@ def print_tags(output_format: OutputFormat, line: str, result: Any) -> None:
             for items in (words, entities)
         ]
         restored_json = {"restored": restored} if restored else {}
-        _print_json({"text": line, "words": rounded[0], "entities": rounded[1], **restored_json})
+        _print_json({"text": show_line(line), "words": rounded[0], "entities": rounded[1], **restored_json})
     elif output_format.columns:
         echo("".join(f"{word.word}\t{word.label}\n" for word in words))
     elif restored is not None:
@@ -63,20 +82,22 @@ def bracket_entities(words: Sequence[str], entities: Sequence[Any]) -> str:
     return " ".join(marked)
 
 
-def print_fills(output_format: OutputFormat, line: str, result: Any) -> None:
+def print_fills(output_format: OutputFormat, line: Line, result: Any) -> None:
     text, masks = result if result is not None else ("", [])
     if output_format.as_json:
-        _print_json({"text": line, "filled": text, "masks": [_choices_json(choices, "token") for choices in masks]})
+        _print_json(
+            {"text": show_line(line), "filled": text, "masks": [_choices_json(choices, "token") for choices in masks]}
+        )
         return
     cells = [" ".join(f"{choice.label} {choice.probability:.{DECIMALS}f}" for choice in choices) for choices in masks]
     echo("\t".join([text, *cells]))
 
 
-def print_answers(output_format: OutputFormat, line: str, result: Any) -> None:
+def print_answers(output_format: OutputFormat, line: Line, result: Any) -> None:
     """Print the answers to one question on one line as `answer<TAB>probability`, best first; "" means no answer."""
     answers = result or []
     if output_format.as_json:
-        question, _, context = line.partition("\t")
+        question, context = _split_pair(line)
         rows = [
             {
                 "text": answer.text,
@@ -86,15 +107,15 @@ def print_answers(output_format: OutputFormat, line: str, result: Any) -> None:
             }
             for answer in answers
         ]
-        _print_json({"question": question, "context": context, "answers": rows})
+        _print_json({"question": question, "context": context or "", "answers": rows})
         return
     echo("\t".join(f"{answer.text}\t{answer.probability:.{DECIMALS}f}" for answer in answers))
 
 
-def print_embedding(output_format: OutputFormat, line: str, result: Any) -> None:
+def print_embedding(output_format: OutputFormat, line: Line, result: Any) -> None:
     vector = [] if result is None else [round(value, 6) for value in result.tolist()]
     if output_format.as_json:
-        _print_json({"text": line, "embedding": vector})
+        _print_json({"text": show_line(line), "embedding": vector})
     else:
         echo(dump_json(vector))
 
@@ -112,7 +133,7 @@ def print_neighbours(output_format: OutputFormat, line: str, neighbours: Sequenc
 
 
 # Method of Pipeline -> function that prints its result.
-PRINTERS: dict[str, Callable[[OutputFormat, str, Any], None]] = {
+PRINTERS: dict[str, Callable[[OutputFormat, Line, Any], None]] = {
     "classify": print_classes,
     "tag": print_tags,
     "fill": print_fills,
