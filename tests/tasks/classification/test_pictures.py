@@ -10,8 +10,11 @@ import torch
 import monoblock as mb
 from monoblock.cli.main import run
 from monoblock.config.model import PatchConfig
+from monoblock.data.batching.plans import BatchIndices
 from monoblock.data.corpora.load import load_corpus
 from monoblock.errors import ConfigError, FileError, InputError, MonoblockError
+from monoblock.runs.build_data import build_task_data
+from monoblock.runs.recipe import read_recipe
 
 PIL = pytest.importorskip("PIL.Image")
 HEIGHT, WIDTH, SIDE = 13, 17, 8
@@ -62,6 +65,22 @@ def test_each_folder_of_pictures_is_a_class_and_a_tenth_of_each_is_held_out(pets
     valid = load_corpus(pets, "valid")
     assert sorted(row.label for row in valid.rows) == ["cats", "cats", "dogs"][: len(valid)]
     assert not {row.path for row in valid.rows} & {row.path for row in load_corpus(pets, "train").rows}
+
+
+def test_gray_pictures_have_one_channel_and_one_size_needs_no_key(tmp_path):
+    random = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(5):
+            pixels = random.integers(0, 256, (SIDE, SIDE), dtype=np.uint8)
+            PIL.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    options = [f"data.corpus={tmp_path}", "model.patch=4", "classification.augment={}", "train.batch=3"]
+    data = build_task_data(read_recipe("digits", options), None)
+    assert data.model_sizes == {"classes": 2, "channels": 1, "image": SIDE}
+    rows = load_corpus(tmp_path, "train").rows
+    expected = np.stack([np.asarray(PIL.open(row.path)) for row in rows])[[4, 0], None] / 127.5 - 1
+    batch = data.build_batch(BatchIndices(0, np.array([4, 0])))
+    torch.testing.assert_close(batch.inputs["source"], torch.from_numpy(expected).float())
 
 
 def test_folders_of_splits_hold_folders_of_classes(tmp_path):

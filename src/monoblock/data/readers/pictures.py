@@ -47,7 +47,7 @@ def read_picture(path: str | Path, channels: int, check_size: CheckSize | None =
         from PIL import ImageOps
 
         upright = ImageOps.exif_transpose(picture)  # cameras store how the picture is to be turned
-        pixels: NDArray[np.uint8] = np.asarray(upright.convert("L" if channels == 1 else "RGB"), np.uint8)
+        pixels: NDArray[np.uint8] = np.array(upright.convert("L" if channels == 1 else "RGB"))
     return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
