@@ -146,7 +146,7 @@ def test_a_word_selects_a_section_a_name_or_a_text(capsys):
 def test_tasks_name_their_models_data_and_metrics(capsys):
     rows = {row["name"]: row for row in listing(capsys, "tasks")}
     assert list(rows) == [task.name for task in TASKS]
-    assert rows["classification"]["models"] == "encoder-only, vision"
+    assert rows["classification"]["models"] == "encoder-only, decoder-only, vision"
     assert rows["question_answering"]["keys"] == ["stride", "unanswerable"]
 
 
