@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import monoblock as mb
+from monoblock.classic import lecture
 from monoblock.cli.main import run
 
 PICTURES = Path(__file__).parents[2] / "docs/pictures"
@@ -143,6 +144,8 @@ def test_a_name_is_written_as_text():
 def test_only_transformers_are_drawn_and_only_as_svg(tmp_path):
     with pytest.raises(mb.ConfigError, match="only Transformers are drawn"):
         mb.draw(mb.RecurrentConfig(vocab=61, width=24))
+    with pytest.raises(mb.ConfigError, match=r"got a GPT; give model\.to_monoblock\(\)"):
+        mb.draw(lecture.GPT(61))
     with pytest.raises(mb.InputError, match=r"write .*block\.svg, not .*block\.png"):
         mb.draw("gpt2").save(tmp_path / "block.png")
 
@@ -159,3 +162,26 @@ def test_the_verb_writes_the_picture_of_a_changed_preset(tmp_path, capsys):
 
 def test_the_picture_in_the_documentation_is_the_one_that_is_drawn():
     assert (PICTURES / "vaswani-base.svg").read_text(encoding="utf-8") == mb.draw("vaswani-base").svg
+
+
+def test_the_router_weighs_the_outputs_of_the_experts_and_reads_what_they_read():
+    inside = column(mb.draw("mixtral-8x7b"), "gate", "down", "router", "by a softmax of x (4,096 → 8)")
+    assert inside == ["gate", "down", "by a softmax of x (4,096 → 8)", "router"]
+
+
+def test_scales_and_windows_are_written_as_their_papers_write_them():
+    assert "q · kᵀ / √256" in texts(mb.draw("gemma2-2b"))
+    assert "q · kᵀ" in texts(mb.draw("t5-small"))  # no scale
+    assert "window: 64 to each side (14 of 21)" in texts(mb.draw("modernbert-base"))
+
+
+def test_a_distilled_vision_transformer_has_two_classifiers():
+    assert "and of the distillation token" in texts(mb.draw("deit-base"))
+    assert "first token" in texts(mb.draw("vit-b16"))
+
+
+def test_a_configuration_without_a_name_is_titled_by_its_family_once_and_a_long_name_fits():
+    config = mb.gpt(vocab=61, width=24, depth=5, heads=3, context=17)
+    assert [text for text in texts(mb.draw(config)) if "decoder-only" in text] == ["decoder-only Transformer"]
+    name = "a long name " * 20
+    assert float(ElementTree.fromstring(mb.draw(config, name=name).svg).get("width")) > 10 * len(name)

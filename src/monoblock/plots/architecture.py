@@ -9,6 +9,7 @@ the layers of their frame, add up to those of the model.
 from __future__ import annotations
 
 import html
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from monoblock.config.parts import SEQUENCE_HEADS, VOCABULARY_HEADS
 from monoblock.config.presets import preset
 from monoblock.errors import ConfigError, InputError
 from monoblock.metrics.numbers import format_count
+from monoblock.nn.check_model import describe
 
 if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
@@ -91,11 +93,12 @@ class Drawing:
 def draw(what: ModelConfig | Transformer | str, *, name: str | None = None) -> Drawing:
     """Draw the architecture of a configuration, of a model or of a preset.
 
-    name: the title; by default the name of the preset, or the family.
+    name: the title; by default the name of the preset, or the family, as in "decoder-only Transformer".
     """
     config: Any = preset(what) if isinstance(what, str) else getattr(what, "config", what)
     if not isinstance(config, ModelConfig):
-        raise ConfigError("only Transformers are drawn; give a ModelConfig, a Transformer or the name of a preset")
+        instead = "model.to_monoblock()" if hasattr(what, "to_monoblock") else "a ModelConfig or the name of a preset"
+        raise ConfigError(f"only Transformers are drawn, but got {describe(what)}; give {instead}")
     counts = count_parameters(config)
     picture = _Picture()
     columns: dict[str, _Column] = {}
@@ -110,9 +113,10 @@ def draw(what: ModelConfig | Transformer | str, *, name: str | None = None) -> D
         x += half + BETWEEN
     _draw_head(column, config, counts)
     _draw_inside(picture, next(iter(config.stacks.values())))
-    title = name or (what if isinstance(what, str) else config.family)
+    title = name or (what if isinstance(what, str) else f"{config.family} Transformer")
     shapes = "shapes: B rows, T tokens, S tokens that are attended to"
-    subtitle = f"{config.family}, {sum(counts.values()):,} parameters · {shapes}"
+    family = "" if title.startswith(config.family) else f"{config.family}, "
+    subtitle = f"{family}{sum(counts.values()):,} parameters · {shapes}"
     return Drawing(picture.render(title, subtitle), picture.parameters)
 
 
@@ -163,7 +167,10 @@ class _Picture:
     def render(self, title: str, subtitle: str) -> str:
         """Return the whole picture as SVG, with its title above it."""
         left, top = self.left - 24, self.top - 74
-        width, height = max(self.right, left + 6.2 * len(subtitle)) + 24 - left, self.bottom + 20 - top
+        width, height = (
+            max(self.right, left + 6.2 * len(subtitle), left + 12 * len(title)) + 24 - left,
+            self.bottom + 20 - top,
+        )
         style = (
             f"rect,circle{{stroke:{LINE};stroke-width:1}}path{{stroke:{LINE};stroke-width:1.3;fill:none}}"
             f"text{{font-family:Helvetica,Arial,sans-serif;fill:{TEXT}}}.heading{{font-size:19px;font-weight:bold}}"
@@ -472,7 +479,9 @@ def _window_line(attention: AttentionConfig) -> str:
         return ""
     beyond = [" + global tokens"] if attention.global_tokens else []
     beyond += [f" + {attention.random_blocks} random blocks"] if attention.random_blocks else []
-    return f"window of {attention.window:,}{''.join(beyond)}"
+    is_full = attention.mask == "full"
+    size = f"window: {attention.window - 1:,} to each side" if is_full else f"window of {attention.window:,}"
+    return f"{size}{''.join(beyond)}"
 
 
 def _feedforward_lines(feedforward: FeedForwardConfig, width: int) -> list[str]:
@@ -494,9 +503,9 @@ def _draw_head(column: _Column, config: ModelConfig, counts: dict[str, int]) -> 
         outputs = {"spans": 2, "pooled": head.project or width}.get(head.kind, head.classes or 0)
         outputs = vocab if head.kind in VOCABULARY_HEADS else outputs
         tied = config.tie in ("output", "three_way")
-        lines = [f"{head.pooling} token" if head.pooling != "mean" else "mean of the tokens"] * (
-            head.kind in SEQUENCE_HEADS
-        )
+        pooled = f"{head.pooling} token" if head.pooling != "mean" else "mean of the tokens"
+        lines = ["mean of two: of the class token", "and of the distillation token"] if head.teacher else [pooled]
+        lines *= head.kind in SEQUENCE_HEADS
         lines += [f"dense, {head.pooler}"] if head.pooler != "none" else []
         lines += [f"dense, {ACTIVATION_NAMES[head.transform]}, norm"] if head.transform else []
         if head.kind != "pooled" or head.project:
@@ -570,8 +579,9 @@ def _draw_attention_steps(picture: _Picture, x: float, block: BlockConfig, where
     if attention.kind == "linear":
         column.box("step", inner, "sums over the keys seen", width=pair)
     else:
-        scale = f"× {attention.scale:.4g}" if attention.scale is not None else f"/ √{size}"
-        column.box("step", f"{inner} {scale}", f"scores (B, {attention.heads}, T, S)", width=pair)
+        scale = size**-0.5 if attention.scale is None else attention.scale
+        factor = f" / √{size}" if math.isclose(scale, size**-0.5) else f" × {scale:.4g}" if scale != 1 else ""
+        column.box("step", f"{inner}{factor}", f"scores (B, {attention.heads}, T, S)", width=pair)
         if attention.softcap:
             column.arrow()
             column.box("step", "soft cap", f"{attention.softcap:g} · tanh(score / {attention.softcap:g})", width=pair)
@@ -616,10 +626,7 @@ def _draw_feedforward_steps(picture: _Picture, x: float, bottom: float, block: B
     column, whole = _Column(picture, x, y=bottom), 3 * NARROW + 28
     picture.text(x, bottom - 3, f"x (B, T, {width:,})")
     column.y -= 16
-    if feedforward.experts is not None:
-        column.arrow()
-        top = f"softmax, the best {feedforward.experts.top_k} of {feedforward.experts.count} experts"
-        column.box("step", "router", f"{width:,} → {feedforward.experts.count}: {top}", width=whole)
+    start, experts = column.y, feedforward.experts
     act, hidden = ACTIVATION_NAMES[feedforward.activation], f"{feedforward.hidden:,}"
     if feedforward.gated:
         branches = [_Column(picture, x + place * whole / 4, y=column.y - 10) for place in (-1.05, 1.05)]
@@ -640,6 +647,12 @@ def _draw_feedforward_steps(picture: _Picture, x: float, bottom: float, block: B
         column.box("step", act, width=whole)
     column.arrow()
     column.box("feedforward", "down", f"{hidden} → {width:,}", width=whole)
+    if experts is not None:  # the router reads x as the expert does, and weighs what the experts return
+        column.arrow()
+        top = f"sum of the best {experts.top_k} of {experts.count} experts, weighted"
+        column.box("step", "router", top, f"by a softmax of x ({width:,} → {experts.count})", width=whole)
+        edge, middle = x + whole / 2, column.y + (9 + TITLE + 2 * DETAIL) / 2
+        picture.line((x, start - 4), (edge + BEND, start - 4), (edge + BEND, middle), (edge, middle))
     column.arrow()
-    title = "Inside the mixture, one expert" if feedforward.experts is not None else "Inside feed-forward"
+    title = "Inside the mixture, one expert" if experts is not None else "Inside feed-forward"
     picture.text(x - whole / 2, column.y - 14, title + where, "title", "start")
