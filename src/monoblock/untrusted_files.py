@@ -174,6 +174,28 @@ def open_to_write(path: str | Path, mode: Literal["new", "append", "update"] = "
     return opened
 
 
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write text or bytes to a temporary file in the same folder, then rename it to `path`.
+
+    Other programs never read the file half-written. A file or a link that has this name is replaced; for a folder, a
+    pipe or a device, FileError is raised.
+    """
+    path = Path(path)
+    if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):
+        raise FileError(f"{path} cannot be written: it is not a regular file; delete it, or give another name")
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open_to_write(temporary) as file:
+            file.write(content if isinstance(content, bytes) else content.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as problem:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise FileError(f"{path} cannot be written: {problem.strerror}") from None
+
+
 def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Read a regular file; raise FileError if it has more than `max_bytes` bytes."""
     with open_regular(path) as file:

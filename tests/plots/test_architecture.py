@@ -1,15 +1,21 @@
 """Pictures of architectures: what is drawn follows from the configuration, and its parameters add up."""
 
+import cProfile
+import os
+import pstats
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import monoblock as mb
 from monoblock.classic import lecture
 from monoblock.cli.main import run
+from monoblock.plots.figure import create_figure, save_figure
 
 PICTURES = Path(__file__).parents[2] / "docs/pictures"
 
@@ -185,3 +191,77 @@ def test_a_configuration_without_a_name_is_titled_by_its_family_once_and_a_long_
     assert [text for text in texts(mb.draw(config)) if "decoder-only" in text] == ["decoder-only Transformer"]
     name = "a long name " * 20
     assert float(ElementTree.fromstring(mb.draw(config, name=name).svg).get("width")) > 10 * len(name)
+
+
+class WithMore(mb.Transformer):
+    """A Transformer with a layer and a parameter that its configuration does not describe."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.extra, self.scale = nn.Linear(24, 24), nn.Parameter(torch.zeros(3))
+
+
+def test_parameters_that_are_not_drawn_are_named_below_the_title():
+    config = mb.gpt(vocab=61, width=24, depth=5, heads=3, context=17)
+    model = WithMore(config)
+    plain = sum(weight.numel() for weight in mb.Transformer(config).parameters())
+    more = sum(weight.numel() for weight in model.parameters()) - plain
+    assert more == 24 * 24 + 24 + 3
+    words = f"{plain:,} parameters, {more:,} more in modules that are not drawn"
+    assert any(words in text for text in texts(mb.draw(model)))
+    assert not any("not drawn" in text for text in texts(mb.draw(mb.Transformer(config))))
+    model.decoder.blocks[1].feedforward = model.decoder.blocks[0].feedforward
+    model.extra = model.scale = None
+    fewer = 2 * 24 * 96 + 24 + 96
+    assert any(f"{fewer:,} fewer in the modules of this model" in text for text in texts(mb.draw(model)))
+
+
+def test_a_picture_that_cannot_be_written_is_reported_in_one_line(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe.svg")
+    (tmp_path / "folder.svg").mkdir()
+    for name in ("pipe.svg", "folder.svg", "missing/block.svg"):
+        path = tmp_path / name
+        with pytest.raises(mb.FileError, match=f"{path} cannot be written"):
+            mb.draw("gpt2").save(path)
+        assert run(["draw", "gpt2", "--out", str(path)]) == 1
+        assert "cannot be written" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe.svg", "folder.svg"}
+    pipe = tmp_path / "pipe.png"
+    os.mkfifo(pipe)
+    with pytest.raises(mb.FileError, match="not a regular file"):
+        save_figure(create_figure((2, 3)), pipe)
+
+
+def test_the_time_to_draw_and_to_count_does_not_grow_with_the_depth():
+    def calls(function, depth):
+        config = mb.vary(mb.gpt(vocab=61, width=24, depth=1, heads=3, context=17), depth=depth)
+        profile = cProfile.Profile()
+        profile.runcall(function, config)
+        return pstats.Stats(profile).total_calls
+
+    for function in (mb.draw, lambda config: mb.account(config).plan()):
+        assert calls(function, 3000) < calls(function, 5) + 200 * 3000
+
+
+def test_blocks_that_alternate_have_one_frame_around_them():
+    dense = mb.llama(vocab=67, width=20, depth=1, heads=5, context=19)
+    block = dense.decoder.pattern[0].blocks[0]
+    experts = replace(block, feedforward=replace(block.feedforward, experts=mb.ExpertsConfig(count=5, top_k=2)))
+
+    def frames(*pattern):
+        config = replace(dense, decoder=replace(dense.decoder, pattern=pattern))
+        assert mb.draw(config).parameters == mb.account(config).parameters
+        found = texts(mb.draw(config))
+        return [text for text in found if re.match("× |layers? |feed-forward$|mixture of experts$", text)]
+
+    def repeat(*blocks, times=1):
+        return mb.Repeat(blocks=blocks, times=times)
+
+    pair = frames(repeat(block, experts, times=3))
+    assert sorted(pair) == sorted(["layers 0, 2, 4", "feed-forward", "× 3", "layers 1, 3, 5", "mixture of experts"])
+    assert frames(*map(repeat, (block, experts) * 3)) == pair
+    apart = frames(repeat(block), repeat(experts, times=7))
+    assert [text for text in apart if "×" in text] == ["× 1", "× 7"]
+    last = frames(repeat(block, block, experts, times=3), repeat(block))
+    assert [text for text in last if "×" in text] == ["× 2", "× 3", "× 1"]
+    assert {"layers 0, 1, … 7", "layers 2, 5, 8", "layer 9"} <= {*last}

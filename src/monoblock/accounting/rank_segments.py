@@ -54,33 +54,48 @@ def _block_segments(
     precision: Precision,
     checkpointing: CheckpointMode,
 ) -> Iterator[Segment]:
-    rows = shape.batch * length
-    copied = precision is AUTOCAST
+    segments: dict[int, Segment] = {}  # of each block of the pattern, which may run thousands of times
     for number, (block, owns) in enumerate(stack.layers_with_ownership()):
-        parameters = rank_block_parameters(block, tensor)
-        joined = _joined_weights(block, rows, tensor) if precision is AUTOCAST else 0
-        saved = block_bytes(block, shape, length, tensor, precision)
-        copies = 2 * (parameters.matrices if copied else joined)
-        block_input = precision.stream * rows * block.width
-        down = block.feedforward.hidden // tensor * block.width
-        segment = Segment(
-            f"{name} block {number}",
-            parameters if owns else RankParameters(0, 0),
-            saved,
-            copies,
-            working=working_bytes(block, shape.batch, length, tensor, precision) + (4 if copied else 2) * down,
-            end_working=2 * block_input + precision.norm_working(block.norm, rows * block.width),
-            is_block=True,
+        if id(block) not in segments:
+            segments[id(block)] = _block_segment(block, shape, length, tensor, precision, checkpointing)
+        segment = segments[id(block)]
+        parameters = segment.parameters if owns else RankParameters(0, 0)
+        yield segment._replace(name=f"{name} block {number}", parameters=parameters)
+
+
+def _block_segment(
+    block: BlockConfig,
+    shape: BatchShape,
+    length: int,
+    tensor: int,
+    precision: Precision,
+    checkpointing: CheckpointMode,
+) -> Segment:
+    rows, copied = shape.batch * length, precision is AUTOCAST
+    parameters = rank_block_parameters(block, tensor)
+    joined = _joined_weights(block, rows, tensor) if copied else 0
+    saved = block_bytes(block, shape, length, tensor, precision)
+    copies = 2 * (parameters.matrices if copied else joined)
+    block_input = precision.stream * rows * block.width
+    down = block.feedforward.hidden // tensor * block.width
+    segment = Segment(
+        "block",
+        parameters,
+        saved,
+        copies,
+        working=working_bytes(block, shape.batch, length, tensor, precision) + (4 if copied else 2) * down,
+        end_working=2 * block_input + precision.norm_working(block.norm, rows * block.width),
+        is_block=True,
+    )
+    if mode := block_mode(block, checkpointing):
+        kept = kept_bytes(block, shape, length, tensor, precision, mode)
+        segment = segment._replace(
+            saved=kept,
+            copies=0,
+            recomputed=saved + copies - kept,
+            cached_copies=copies - 2 * joined if copied and mode is True else 0,
         )
-        if mode := block_mode(block, checkpointing):
-            kept = kept_bytes(block, shape, length, tensor, precision, mode)
-            segment = segment._replace(
-                saved=kept,
-                copies=0,
-                recomputed=saved + copies - kept,
-                cached_copies=copies - 2 * joined if copied and mode is True else 0,
-            )
-        yield segment
+    return segment
 
 
 def _joined_weights(block: BlockConfig, rows: int, tensor: int) -> int:

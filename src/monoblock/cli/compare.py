@@ -191,7 +191,7 @@ def _save_and_print(report: Report, folder: Path, as_json: bool) -> None:
 
     from monoblock.errors import FileError
     from monoblock.experiments.frame.pages import plot_report
-    from monoblock.interop.atomic_write import write_atomically
+    from monoblock.untrusted_files import write_atomically
 
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "result.json", json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")

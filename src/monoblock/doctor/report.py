@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from monoblock.errors import FileError
+from monoblock.untrusted_files import write_atomically
 
 Verdict = Literal["fail", "warn", "unsupported"]
 Evidence = Mapping[str, float | int | str]
@@ -109,10 +109,7 @@ class Report:
         """Write the report as one HTML page with pictures, which needs nothing from outside."""
         from monoblock.doctor.html import render_html  # which imports this module
 
-        try:
-            Path(path).write_text(render_html(self), encoding="utf-8")
-        except OSError as error:
-            raise FileError(f"{path} cannot be written: {error.strerror}") from None
+        write_atomically(path, render_html(self))
 
     def __str__(self) -> str:
         return format_report(self)

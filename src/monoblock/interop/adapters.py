@@ -31,7 +31,6 @@ from monoblock.interop.adapter_head import (
     load_head_weights,
 )
 from monoblock.interop.adapter_names import AdapterNames, build_adapter_names, module_names
-from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.labels import write_labels
 from monoblock.interop.rename import CONV1D, CONV1D_QKV, TensorMapping
 from monoblock.interop.safetensors_reader import SafetensorsWeights
@@ -39,7 +38,15 @@ from monoblock.interop.weights_writer import commit_file
 from monoblock.nn.check_model import check_model
 from monoblock.nn.lora import LoraLinear, linear_shape, lora_layers, replace_module
 from monoblock.nn.transformer import Transformer
-from monoblock.untrusted_files import has_file, open_to_write, read_json, reading, safe_join, short_repr
+from monoblock.untrusted_files import (
+    has_file,
+    open_to_write,
+    read_json,
+    reading,
+    safe_join,
+    short_repr,
+    write_atomically,
+)
 
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 DIGEST_KEY = "monoblock_base"  # key in the metadata of the weights file, which peft ignores

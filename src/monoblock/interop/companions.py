@@ -21,7 +21,6 @@ from torch import Tensor
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import FileError
-from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
 from monoblock.interop.huggingface.load import find_family
 from monoblock.interop.labels import LABELS_FILE, read_labels
@@ -29,7 +28,7 @@ from monoblock.interop.safetensors_reader import INDEX_FILE, RUN_RECIPE_FILE, WE
 from monoblock.tokenizers.formats.gguf_tokenizer import has_gguf_tokenizer
 from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary
 from monoblock.tokenizers.tokenizer import Tokenizer
-from monoblock.untrusted_files import MB, has_file, read_bytes, read_json, safe_folder, safe_join
+from monoblock.untrusted_files import MB, has_file, read_bytes, read_json, safe_folder, safe_join, write_atomically
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_FILES = (

@@ -17,7 +17,6 @@ import torch
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.schema import from_dict, to_dict
 from monoblock.errors import ConfigError, FileError, InputError
-from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.companions import Companions, cast, choose_dtype, read_companions, stored_size
 from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
 from monoblock.interop.hub import resolve_model_path
@@ -27,7 +26,7 @@ from monoblock.interop.weights_reader import WeightReader
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, save_weights
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.quantization.convert import build_quantized, merge_adapters, stored_dtypes
-from monoblock.untrusted_files import has_file, read_json, reading, safe_join
+from monoblock.untrusted_files import has_file, read_json, reading, safe_join, write_atomically
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from monoblock.errors import FileError
-from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.config_file import CONFIG_FILE
-from monoblock.untrusted_files import has_file, parse_json, read_bytes, read_json, safe_join
+from monoblock.untrusted_files import has_file, parse_json, read_bytes, read_json, safe_join, write_atomically
 
 LABELS_FILE = "labels.json"
 

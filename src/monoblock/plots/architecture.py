@@ -9,13 +9,14 @@ the layers of their frame, add up to those of the model.
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monoblock.accounting.parameters import block_parameters, count_parameters, norm_parameters
+from monoblock.accounting.parameters import block_parameters, count_blocks, count_parameters, norm_parameters
 from monoblock.config.model import (
     Alibi,
     AttentionConfig,
@@ -36,6 +37,7 @@ from monoblock.config.presets import preset
 from monoblock.errors import ConfigError, InputError
 from monoblock.metrics.numbers import format_count
 from monoblock.nn.check_model import describe
+from monoblock.untrusted_files import write_atomically
 
 if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
@@ -83,7 +85,7 @@ class Drawing:
         path = Path(path)
         if path.suffix.lower() != ".svg":
             raise InputError(f"pictures of an architecture are SVG; write {path.with_suffix('.svg')}, not {path}")
-        path.write_text(self.svg, encoding="utf-8")
+        write_atomically(path, self.svg)
         return path
 
     def _repr_svg_(self) -> str:
@@ -116,8 +118,17 @@ def draw(what: ModelConfig | Transformer | str, *, name: str | None = None) -> D
     title = name or (what if isinstance(what, str) else f"{config.family} Transformer")
     shapes = "shapes: B rows, T tokens, S tokens that are attended to"
     family = "" if title.startswith(config.family) else f"{config.family}, "
-    subtitle = f"{family}{sum(counts.values()):,} parameters · {shapes}"
+    subtitle = f"{family}{sum(counts.values()):,} parameters{_not_drawn(what, config, counts)} · {shapes}"
     return Drawing(picture.render(title, subtitle), picture.parameters)
+
+
+def _not_drawn(what: Any, config: ModelConfig, counts: dict[str, int]) -> str:
+    """Say how many parameters a model has that its configuration does not describe, such as those of a subclass."""
+    if what is config or isinstance(what, str) or config.quantize is not None:  # matrices are packed
+        return ""
+    more = sum(weight.numel() for weight in what.parameters()) - sum(counts.values())
+    words = "more in modules that are not drawn" if more > 0 else "fewer in the modules of this model"
+    return f", {abs(more):,} {words}" if more else ""
 
 
 # -- what is drawn on ------------------------------------------------------------------------------------------------
@@ -298,46 +309,67 @@ def _draw_added(column: _Column, words: str, parameters: int, context: int | Non
 
 
 def _frame_width(stack: StackConfig) -> float:
-    return (2 * HALF + 24 if any(block.is_parallel for block in stack.layers()) else WIDE) + 2 * BEND + 36
+    return (2 * HALF + 24 if any(block.is_parallel for block in count_blocks(stack)) else WIDE) + 2 * BEND + 36
 
 
 def _draw_stack(column: _Column, stack: StackConfig, table: int, encoder: _Column | None) -> None:
-    """Draw one frame for each kind of block, with how often it is repeated, and the norm after the last."""
-    picture = column.picture
-    depth = stack.depth
-    for block, layers in _kinds_of_blocks(stack).items():
-        owned = sum(owns for index, (_, owns) in enumerate(stack.layers_with_ownership()) if index in layers)
+    """Draw a frame for each kind of block, one more around those that alternate, and the norm after the last."""
+    layers, owns = list(stack.layers()), [owned for _, owned in stack.layers_with_ownership()]
+    kinds, width = _kinds_of_layers(stack), _frame_width(stack)
+    start = 0
+    for period, times in _find_repeats(kinds):
         column.arrow()
-        start, place = column.y, len(picture.pieces)
-        attentions = [list(stack.layers())[index].attention for index in layers]
-        column.y -= 8
-        _draw_block(column, block, _attention_lines(attentions), owned, encoder)
-        column.y -= 10
-        width = _frame_width(stack)
-        frame = (
-            f'<rect x="{column.x - width / 2:.1f}" y="{column.y:.1f}" width="{width:.1f}" '
-            f'height="{start - column.y:.1f}" rx="10" class="frame"/>'
-        )
-        picture.pieces.insert(place, frame)
-        picture.pieces.append(f'<path d="M {column.x} {start} V {start - 8}"/>')
-        x, middle = column.x + column.side * (width / 2 + 8), (start + column.y) / 2
-        picture.cover(column.x - width / 2, column.y, column.x + width / 2, start)
-        notes = ["one set of weights"] if owned < len(layers) else []
+        bottom, place, end = column.y, len(column.picture.pieces), start + period * times
+        notes = ["one set of weights"] if not all(owns[start:end]) else []
         if table:
             notes += ["one table of positions", f"for all: {format_count(table)}"]
-            picture.parameters, table = picture.parameters + table, 0
-        anchor = "start" if column.side > 0 else "end"
-        picture.text(x, middle, f"× {len(layers)}", "title", anchor)
-        names = [] if len(layers) == depth else [_name_layers(layers)]
-        for number, note in enumerate([*names, *notes]):
-            picture.text(x, middle + 15 + DETAIL * number, note, "count", anchor)
+            column.picture.parameters, table = column.picture.parameters + table, 0
+        if period > 1:
+            column.y -= 8
+        for number, kind in enumerate(dict.fromkeys(kinds[start : start + period])):
+            mine = [index for index in range(start, end) if kinds[index] == kind]
+            if number:
+                column.arrow()
+            inner, inside = column.y, len(column.picture.pieces)
+            column.y -= 8
+            lines = _attention_lines([layers[index].attention for index in mine])
+            _draw_block(column, layers[mine[0]], lines, sum(owns[index] for index in mine), encoder)
+            column.y -= 10
+            names = [] if len(mine) == len(kinds) else [_name_layers(mine)]
+            count = len(mine) if period == 1 else len(mine) // times
+            title = f"× {count}" if period == 1 or count > 1 else ""
+            _frame(column, inside, inner, width, title, names + notes * (period == 1), 8 if period == 1 else 18)
+        if period > 1:
+            column.y -= 10
+            _frame(column, place, bottom, width + 20, f"× {times}", notes)
+        start = end
     column.norm(stack.norm, stack.width)
 
 
-def _kinds_of_blocks(stack: StackConfig) -> dict[BlockConfig, list[int]]:
-    """Return the layers of each kind of block; blocks that differ in what a query may see are of one kind."""
-    kinds: dict[BlockConfig, list[int]] = {}
-    for index, block in enumerate(stack.layers()):
+def _frame(
+    column: _Column, place: int, bottom: float, width: float, title: str, notes: list[str], gap: float = 8
+) -> None:
+    """Draw a frame from `bottom` to the end of a column, behind the pieces from `place` on, with notes beside it."""
+    picture, top = column.picture, column.y
+    frame = (
+        f'<rect x="{column.x - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" '
+        f'height="{bottom - top:.1f}" rx="10" class="frame"/>'
+    )
+    picture.pieces.insert(place, frame)
+    picture.pieces.append(f'<path d="M {column.x} {bottom} V {bottom - 8}"/>')
+    picture.cover(column.x - width / 2, top, column.x + width / 2, bottom)
+    x, middle = column.x + column.side * (width / 2 + gap), (bottom + top) / 2
+    anchor = "start" if column.side > 0 else "end"
+    if title:
+        picture.text(x, middle, title, "title", anchor)
+    for number, note in enumerate(notes):
+        picture.text(x, middle + 15 + DETAIL * number, note, "count", anchor)
+
+
+def _kinds_of_layers(stack: StackConfig) -> list[int]:
+    """Return a number for each layer, equal for blocks of one kind, which differ at most in what a query may see."""
+    kinds: dict[BlockConfig, int] = {}
+    for block in count_blocks(stack):
         plain = replace(
             block.attention,
             positions=None,
@@ -347,9 +379,29 @@ def _kinds_of_blocks(stack: StackConfig) -> dict[BlockConfig, list[int]]:
             scale=None,
             random_seed=0,
         )
-        kinds.setdefault(replace(block, attention=plain), []).append(index)
-    first = list(stack.layers())
-    return {replace(kind, attention=first[layers[0]].attention): layers for kind, layers in kinds.items()}
+        kinds[block] = kinds.setdefault(replace(block, attention=plain), len(kinds))
+    runs = [([kinds[block] for block in run.blocks], run.times) for run in stack.pattern]
+    return [kind for numbers, times in runs for kind in numbers * times]
+
+
+MAX_PERIOD = 12  # layers after which kinds of blocks are found to repeat
+
+
+def _find_repeats(kinds: list[int]) -> list[tuple[int, int]]:
+    """Return (period, times) of runs in which each kind stands in one row: [0, 1, 2, 1, 2] is [(1, 1), (2, 2)]."""
+    found, start = [], 0
+    while start < len(kinds):
+        best = (1, 1)
+        for period in range(1, MAX_PERIOD + 1):
+            first, times = kinds[start : start + period], 1
+            while kinds[start + times * period : start + (times + 1) * period] == first:
+                times += 1
+            rows = 1 + sum(one != other for one, other in itertools.pairwise(first))
+            if (times > 1 or period == 1) and rows == len(set(first)) and period * times > best[0] * best[1]:
+                best = (period, times)
+        found.append(best)
+        start += best[0] * best[1]
+    return found
 
 
 def _name_layers(layers: list[int]) -> str:
@@ -540,7 +592,7 @@ HEAD_TITLES = {
 def _draw_inside(picture: _Picture, stack: StackConfig) -> None:
     """Draw the steps of attention and of the feed-forward network of the first block, right of the model."""
     block = next(stack.layers())
-    where = "" if len(set(stack.layers())) == 1 else " of layer 0"
+    where = "" if len(count_blocks(stack)) == 1 else " of layer 0"
     x = picture.right + 40 + 1.5 * NARROW + 14
     bottom = _draw_attention_steps(picture, x, block, where)
     if block.feedforward.hidden:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.errors import FileError
+from monoblock.untrusted_files import write_atomically
 
 
 def create_figure(size: tuple[float, float]) -> Any:
@@ -26,15 +27,13 @@ SVG_HEADER = re.compile(r"<!DOCTYPE[^>]*>\s*|<metadata>.*?</metadata>\s*", re.DO
 
 def save_figure(figure: Any, path: Path) -> Path:
     """Write a figure in the format that the suffix of the path names; an SVG file names no address of a DTD."""
+    content, kind = io.BytesIO(), path.suffix.lower().lstrip(".")
     try:
-        if path.suffix.lower() == ".svg":
-            content = io.StringIO()
-            figure.savefig(content, format="svg", metadata={"Date": None})
-            path.write_text(SVG_HEADER.sub("", content.getvalue()), encoding="utf-8")
-        else:
-            figure.savefig(path, dpi=DPI)
-    except (OSError, ValueError) as error:
-        raise FileError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+        figure.savefig(content, format=kind, **({"metadata": {"Date": None}} if kind == "svg" else {"dpi": DPI}))
+    except ValueError as error:
+        raise FileError(f"{path} cannot be written: {error}") from None
+    drawn = content.getvalue()
+    write_atomically(path, SVG_HEADER.sub("", drawn.decode("utf-8")) if kind == "svg" else drawn)
     return path
 
 

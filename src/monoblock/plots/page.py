@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from monoblock.errors import FileError
 from monoblock.plots.figure import figure_png
+from monoblock.untrusted_files import write_atomically
 
 MAX_VIEWER_BYTES = 12_000_000  # of weights, one byte each; a longer text has pictures only
 CSS_DPI = 96  # pixels per inch of a page: letters have the size that they have on paper
@@ -62,10 +62,7 @@ def save_page(path: Path, title: str, subtitle: str, sections: Sequence[Section]
         "DATA": json.dumps(viewer, ensure_ascii=True).replace("<", "\\u003c"),
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)  # in one pass: a value may have {{DATA}}
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise FileError(f"{path} cannot be written: {error.strerror}") from None
+    write_atomically(path, page)
     return path
 
 

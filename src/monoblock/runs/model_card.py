@@ -7,7 +7,6 @@ from typing import Any
 
 from monoblock.config.model import ModelConfig
 from monoblock.errors import FileError
-from monoblock.interop.atomic_write import write_atomically
 from monoblock.metrics.format import format_metric
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
@@ -15,6 +14,7 @@ from monoblock.recipes.schema import Recipe, TrainSection
 from monoblock.runs.account import account
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
+from monoblock.untrusted_files import write_atomically
 
 CARD_FILE, TABLE_HEADER = "README.md", "| figure | value |\n|---|---|\n"
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from monoblock.config.inputs import EmbeddingConfig
 from monoblock.config.model import ModelConfig
 from monoblock.config.positions import Sinusoid
-from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.companions import read_published_fields
 from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config
@@ -34,6 +33,7 @@ from monoblock.training.events import DecisionEvent, EvaluationEvent, FinishedEv
 from monoblock.training.metrics_file import MetricsWriter
 from monoblock.training.trainer import Trainer
 from monoblock.training.weight_averaging import average_checkpoints
+from monoblock.untrusted_files import write_atomically
 
 
 @dataclass(repr=False)

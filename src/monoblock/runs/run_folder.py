@@ -7,7 +7,6 @@ from pathlib import Path
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, FileError
-from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.folder import CONFIG_FILE
 from monoblock.interop.labels import LABELS_FILE
 from monoblock.interop.tokenizer_folder import format_config
@@ -21,7 +20,7 @@ from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
 from monoblock.training.metrics_file import TENSORBOARD_FOLDER
 from monoblock.training.run_lock import LOCK_FILE
-from monoblock.untrusted_files import has_file, safe_folder
+from monoblock.untrusted_files import has_file, safe_folder, write_atomically
 
 CHECKPOINTS_FOLDER = "checkpoints"
 SUBFOLDERS = (CHECKPOINTS_FOLDER, LOGS_FOLDER, TENSORBOARD_FOLDER, ADAPTER_FOLDER)

@@ -14,9 +14,9 @@ from typing import Any
 from monoblock.errors import ConfigError, FileError
 from monoblock.experiments.frame.report import NOTE, Report
 from monoblock.experiments.frame.results import read_results
-from monoblock.interop.atomic_write import write_atomically
 from monoblock.plots.arms import ArmCurves, ArmValues, draw_arm_curves, draw_arm_points, draw_arm_scatter
 from monoblock.plots.figure import save_figure
+from monoblock.untrusted_files import write_atomically
 
 
 def plot_report(report: Report, path: Path) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
-from monoblock.interop.atomic_write import write_atomically
+from monoblock.untrusted_files import write_atomically
 
 ToyKind = Literal["text", "pairs", ""]
 FILES = {"text": "toy.txt", "pairs": "toy.tsv"}

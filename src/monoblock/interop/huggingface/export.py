@@ -14,7 +14,6 @@ from torch import Tensor
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.errors import ConfigError, FileError, InputError, did_you_mean
-from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.companions import (
     START_FIELD,
     TOKEN_ID_FIELDS,
@@ -37,6 +36,7 @@ from monoblock.interop.weights_writer import MAX_SHARD_SIZE, TensorFactory, save
 from monoblock.nn.check_model import check_model
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import dequantize, merge_adapters
+from monoblock.untrusted_files import write_atomically
 
 MAX_REASONS = 3  # families named in an error
 

@@ -19,10 +19,10 @@ from typing import Any
 from monoblock.data.noise import NOISE_FUNCTIONS, add_noise, check_kinds
 from monoblock.data.readers.records import Pair
 from monoblock.errors import ConfigError, InputError, did_you_mean
-from monoblock.interop.atomic_write import write_atomically
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.seq2seq.predict import best_translations, fits_context
 from monoblock.tasks.tags import BACKTRANSLATION_TAG
+from monoblock.untrusted_files import write_atomically
 
 CHUNK_SIZE = 2048  # number of lines that are sorted by length and translated together
 # Maps each method to its decoding options.
