@@ -47,8 +47,12 @@ class Attention(nn.Module):
             v = rotate(v, torch.arange(T))
         if fault == "normalized":
             q, k = (F.normalize(t, dim=-1) * t.size(-1) ** 0.5 for t in (q, k))
-        scores = q @ k.transpose(-2, -1) / math.sqrt(WIDTH if fault == "sqrt(width)" else q.size(-1))
+        divisors = {"sqrt(width)": math.sqrt(WIDTH), "head size": q.size(-1), "width": WIDTH}
+        scores = q @ k.transpose(-2, -1) / divisors.get(fault, math.sqrt(q.size(-1)))
         mask = self.visible(T, keep)
+        if fault == "scaled twice":
+            y = F.scaled_dot_product_attention(q / math.sqrt(q.size(-1)), k, v, attn_mask=mask)
+            return self.out(y.transpose(1, 2).reshape(B, T, WIDTH))
         if fault == "weak mask":
             scores = scores.masked_fill(~mask, -10.0)
         elif fault == "weak added mask":
@@ -184,6 +188,9 @@ CASES = [
     (Encoder, "softmax over queries", "mask_after_softmax", "fail", "queries share the weight of a key"),
     (Encoder, "softmax over heads", "mask_after_softmax", "fail", "heads instead of keys"),
     (GPT, "sqrt(width)", "scale", "warn", "by sqrt(width) instead of sqrt(head size)"),
+    (GPT, "head size", "scale", "warn", "divided by the head size, 8, without the square root: "),
+    (GPT, "width", "scale", "warn", "divided by the width, without the square root"),
+    (GPT, "scaled twice", "scale", "warn", "its square root twice: scaled_dot_product_attention divides by it, too"),
     (GPT, "dropout of 1", "dropout", "fail", "blocks.1.drop drops everything"),
     (
         GPT,

@@ -87,6 +87,49 @@ def test_a_sum_of_losses_and_labels_the_wrong_way_are_named():
     assert "the wrong way" in reasons(mb.diagnose(Model(), batch=BATCH[::-1]))["label_shift"]
 
 
+def mean_of_losses(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda x, y: -mean_of_losses(x, y), "the loss is negative: its sign is wrong"),
+        (lambda x, y: F.nll_loss(x.flatten(0, 1), y.flatten()), "log-probabilities belong"),
+        (lambda x, y: F.nll_loss(x.softmax(-1).flatten(0, 1), y.flatten()), "log-probabilities belong"),
+        (lambda x, y: F.mse_loss(x.softmax(-1), F.one_hot(y, VOCAB).float()), "the cross-entropy of the same logits"),
+        (mean_of_losses, None),
+        (lambda x, y: mean_of_losses(x, y) / 8, None),
+    ],
+)
+def test_a_loss_below_that_of_a_guess_is_named(loss, words):
+    torch.manual_seed(0)
+    found = reasons(mb.diagnose(Embedded(), batch=BATCH, loss=loss, checks="label_shift,initial_loss,overfit"))
+    assert set(found) == ({"initial_loss"} if words else set())
+    assert words is None or words in found["initial_loss"]
+
+
+@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
+@pytest.mark.parametrize(("sign", "maximize"), [(1.0, False), (-1.0, True), (-1.0, False), (1.0, True)])
+def test_a_step_that_raises_the_cross_entropy_is_found(sign, maximize, kind):
+    torch.manual_seed(0)
+    model = Embedded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, maximize=maximize)
+
+    def step():
+        optimizer.zero_grad()
+        loss = mean_of_losses(model(BATCH[0]), BATCH[1])
+        (sign * loss).backward()
+        optimizer.step()
+        return loss
+
+    found = reasons(mb.diagnose(model, step=step, kind=kind, checks="label_shift,optimizer,learning_rate"))
+    is_wrong = (sign < 0) != maximize
+    assert ["rises" in reason for reason in found.values()] == ([True] if is_wrong else [])
+    if is_wrong and kind == "causal":
+        assert ("maximize=True" if maximize else "the wrong sign") in found["initial_loss"]
+
+
 def test_a_recurrent_step_without_its_state_is_not_told_of_keys_and_values():
     torch.manual_seed(0)
     for forgets in (False, True):

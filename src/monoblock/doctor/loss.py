@@ -45,6 +45,19 @@ def made_up_logits(exam: Examination, ids: Tensor) -> Tensor:
     return logits.softmax(-1) if are_probabilities(exam.output) else logits
 
 
+def perfect_output(exam: Examination, labels: Tensor) -> Tensor:
+    """Return what a perfect model of this kind gives for labels: logits, probabilities or their logarithms."""
+    perfect = F.one_hot(labels.clamp(min=0), exam.output.shape[-1]).float()
+    if are_probabilities(exam.output):
+        return perfect
+    return (30 * perfect).log_softmax(-1) if are_probabilities(exam.output.float().exp()) else 30 * perfect
+
+
+def cross_entropy_of(exam: Examination, output: Tensor, labels: Tensor) -> float:
+    """Return the cross-entropy of an output of the model, whether it is of logits or of probabilities."""
+    return float(default_loss(output.clamp(min=1e-12).log() if are_probabilities(exam.output) else output, labels))
+
+
 def are_probabilities(output: Tensor) -> bool:
     sums = output.float().sum(-1)
     return output.shape[-1] > 1 and bool((output >= 0).all()) and bool(((sums - 1).abs() < 1e-2).all())
@@ -52,12 +65,16 @@ def are_probabilities(output: Tensor) -> bool:
 
 @dataclass
 class Reading:
-    """The gradient (B, T, C) of one loss at the logits of these ids, and where that loss is computed."""
+    """The gradient (B, T, C) of one loss at the logits of these ids, and where that loss is computed.
+
+    An optimizer goes against it; where it maximizes, the gradient is turned round.
+    """
 
     ids: Tensor
     gradient: Tensor
     place: str
     labels: Tensor | None = None  # that were handed over
+    maximizes: bool = False
 
     @property
     def targets(self) -> Tensor:
@@ -88,9 +105,14 @@ def read_step(exam: Examination) -> Reading | None:
     module, step = exam.subject.module, exam.handed.step
     if module is None or step is None:
         return None
-    with restoring(module), _watching(exam) as seen:
+    with restoring(module) as updates, _watching(exam) as seen:
         step()
-    return Reading(*seen[-1], "the training step") if seen else None
+    if not seen:
+        return None
+    optimizers = updates if exam.handed.optimizer is None else [*updates, exam.handed.optimizer]
+    maximizes = any(group.get("maximize") for optimizer in optimizers for group in optimizer.param_groups)
+    ids, gradient = seen[-1]
+    return Reading(ids, -gradient if maximizes else gradient, "the training step", maximizes=maximizes)
 
 
 @contextmanager

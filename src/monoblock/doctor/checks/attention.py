@@ -26,23 +26,16 @@ def check_scale(exam: Examination) -> Finding | None:
         known = (*(declared or ()), expected)
         if any(math.isclose(record.scale, value, rel_tol=0.02) for value in known):
             continue
-        ratio = record.scale / expected
-        if declared is None and any(math.isclose(record.scale, w**-0.5, rel_tol=0.02) for w in _widths(exam, record)):
-            return finding(
-                "scale",
-                "warn",
-                {"factor": record.scale, "expected": expected, "head_size": record.size, "layer": layer},
-                "the scores are divided by sqrt(width) instead of sqrt(head size): attention is nearer to uniform, and "
-                "learns more slowly",
-                "scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))",
-            )
-        if declared is None and 0.2 < ratio < 1.4:
+        ratio, divisor = record.scale / expected, _name_divisor(exam, record)
+        if declared is None and divisor is None and 0.2 < ratio < 1.4:
             continue  # a constant of the author's, with which a model trains
         if type(exam.subject).__name__ == "TransformersSubject" and record.scale < 0.99:
             continue  # a factor of its own that the configuration does not state
         what = "are not divided by sqrt(head size)" if ratio > 1 else "are divided by sqrt(head size) more than once"
         if math.isclose(record.scale, record.size**0.5, rel_tol=0.02):
             what = "are multiplied by sqrt(head size) instead of divided by it"
+        if divisor is not None:
+            what = f"are divided by {divisor}"
         return finding(
             "scale",
             "fail" if ratio > 1 else "warn",
@@ -51,11 +44,28 @@ def check_scale(exam: Examination) -> Finding | None:
             + (
                 "they grow with the head size, the softmax saturates, and its gradient vanishes"
                 if ratio > 1
-                else "attention stays nearly uniform"
+                else "attention is nearer to uniform, and learns more slowly"
             ),
-            "scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))",
+            "leave q and k as they are: F.scaled_dot_product_attention(q, k, v) divides by math.sqrt(q.size(-1))"
+            if record.is_fused
+            else "scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))",
         )
     return None
+
+
+def _name_divisor(exam: Examination, record: AttentionRecord) -> str | None:
+    """Return which size the scores are divided by in place of sqrt(head size); None if it is no known one."""
+    if not record.scale:
+        return None
+    widths, divisor = _widths(exam, record), 1 / record.scale
+    twice = ", or by its square root twice: scaled_dot_product_attention divides by it, too" if record.is_fused else ""
+    known = {
+        "sqrt(width) instead of sqrt(head size)": [width**0.5 for width in widths],
+        f"the head size, {record.size}, without the square root{twice}": [record.size],
+        "the width, without the square root, instead of sqrt(head size)": widths,
+    }
+    names = [name for name, sizes in known.items() if any(math.isclose(divisor, x, rel_tol=0.02) for x in sizes)]
+    return " or ".join(names) or None
 
 
 def _is_cosine(record: AttentionRecord) -> bool:
@@ -66,9 +76,10 @@ def _is_cosine(record: AttentionRecord) -> bool:
 
 
 def _widths(exam: Examination, record: AttentionRecord) -> set[int]:
-    """Return the widths that a model with this attention may have: all heads together, and its embeddings."""
+    """Return the widths that this model may have, above the head size: all heads together, and its embeddings."""
     heads = record.query.shape[0] // 2  # the recorded pass has two rows
-    return ({heads * record.size} | {width for _, width in exam.recorded.token_tables}) - {record.size}
+    widths = {heads * record.size} | {width for _, width in exam.recorded.token_tables}
+    return {width for width in widths if width > record.size}
 
 
 def check_mask_after_softmax(exam: Examination) -> Finding | None:

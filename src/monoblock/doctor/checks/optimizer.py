@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -234,6 +235,10 @@ def _judge_losses(losses: list[float], evidence: dict[str, Any], *, few: bool = 
         )
     if last > first + 0.2 * abs(first) + 0.1:  # a loss may be negative
         return _rate_finding("too high", evidence)
+    if few and all(later > earlier for earlier, later in pairwise(losses)):
+        reason = "the loss rises with each step: its sign is wrong, the optimizer maximizes it, or its rate is too high"
+        fix = "write loss.backward() without a minus, and AdamW(model.parameters(), lr=3e-4) without maximize=True"
+        return finding("learning_rate", "fail", evidence, reason, fix, "the loss rises")
     if not few and len(losses) >= 20 and abs(last - first) < 0.005 * abs(first) and min(losses) > 0.98 * first:
         return _rate_finding("too low", evidence)
     return None

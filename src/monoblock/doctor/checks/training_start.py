@@ -15,9 +15,11 @@ from monoblock.doctor.loss import (
     IGNORED,
     Reading,
     are_probabilities,
+    cross_entropy_of,
     handed_batch,
     loss_function,
     made_up_logits,
+    perfect_output,
     read_batch,
     read_step,
     read_targets,
@@ -40,8 +42,35 @@ def check_label_shift(exam: Examination) -> Finding | None:
         ids, labels = exam.handed.batch
         if labels.shape == ids.shape and not labels.is_floating_point():
             readings.insert(0, read_batch(exam))
-    found = (_check_shift(exam, reading) or _check_mixing(reading) for reading in readings if reading is not None)
+    found = (
+        _check_sign(reading) or _check_shift(exam, reading) or _check_mixing(reading)
+        for reading in readings
+        if reading is not None
+    )
     return next((result for result in found if result is not None), None)
+
+
+def _check_sign(reading: Reading) -> Finding | None:
+    """Look for a training step that pulls the label down, and all other classes up."""
+    if reading.labels is not None:
+        return None  # initial_loss looks at the number itself
+    gradient = reading.gradient
+    lowered = gradient.argmax(-1).masked_fill(gradient.abs().amax(-1) == 0, IGNORED)
+    is_single = (gradient > 0).sum(-1)[lowered != IGNORED] == 1
+    if gradient.shape[-1] < 3 or not bool(is_single.all()) or _shift(reading.ids, lowered) is None:
+        return None
+    cause, fix = "the loss has the wrong sign", "write loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())"
+    if reading.maximizes:
+        cause, fix = "the optimizer is built with maximize=True", "leave it out: AdamW(model.parameters(), lr=3e-4)"
+    return finding(
+        "initial_loss",
+        "fail",
+        {"share_of_labels_that_are_pulled_down": 1.0, "maximize": reading.maximizes},
+        f"the training step makes the right token less likely, and the cross-entropy rises: {cause}",
+        fix,
+        "the loss rises",
+        explains=("learning_rate",),
+    )
 
 
 def _check_shift(exam: Examination, reading: Reading) -> Finding | None:
@@ -200,6 +229,8 @@ def check_initial_loss(exam: Examination) -> Finding | None:
             first = float(loss_function(exam)(exam.run(ids), labels))
         except FAILURES:
             return None
+        if (found := _check_low_loss(exam, labels, first)) is not None:
+            return found
     else:
         return None
     if first <= 1.3 * uniform + 0.7:  # a fresh GPT-2 starts at ln V + 0.1
@@ -225,6 +256,43 @@ def _initial(first: float, uniform: float, reason: str) -> Finding:
         {"loss": first, "uniform_guess": uniform},
         f"the loss at the start is {first:.2f}, {reason}",
         "initialize embeddings and the output with a standard deviation of about 0.02, and check what labels are",
+    )
+
+
+def _check_low_loss(exam: Examination, labels: Tensor, first: float) -> Finding | None:
+    """Look for a loss that is below 0 at the start or at perfect answers, or far below the cross-entropy of a guess."""
+    ids, outputs = handed_batch(exam)[0], exam.output.shape[-1]
+    if labels.dim() != exam.output.dim() - 1:
+        return None
+    perfect, wrong = perfect_output(exam, labels), perfect_output(exam, (labels + 1).clamp(min=0) % outputs)
+    try:
+        lowest, highest = (float(loss_function(exam)(output, labels)) for output in (perfect, wrong))
+        guess, mistaken = (cross_entropy_of(exam, output, labels) for output in (exam.run(ids), wrong))
+    except FAILURES:
+        return None
+    fix = "write F.cross_entropy(logits.flatten(0, 1), labels.flatten()), without a minus and without a softmax"
+    if min(first, lowest) < -1e-3:
+        return finding(
+            "initial_loss",
+            "fail",
+            {"loss": first, "loss_of_perfect_answers": lowest, "cross_entropy": guess},
+            f"the loss is negative{'' if first < -1e-3 else ' as soon as the model learns'}: its sign is wrong, or it "
+            "is given logits or probabilities where log-probabilities belong",
+            fix + "; F.nll_loss takes logits.log_softmax(-1)",
+            "the loss is negative",
+        )
+    # A cross-entropy divided by a number, as by the steps of gradient accumulation, is as much lower for any answer.
+    is_fresh, share = guess > 0.7 * math.log(outputs), highest / max(mistaken, 1e-6)
+    if not is_fresh or not first < 0.5 * guess or not share < 0.7 * first / guess:
+        return None
+    return finding(
+        "initial_loss",
+        "warn",
+        {"loss": first, "cross_entropy": guess, "loss_of_wrong_answers": highest},
+        f"the loss at the start is {first:.2g}, but the cross-entropy of the same logits is {guess:.2f}, that of a "
+        f"guess: this is another loss, which hardly tells wrong answers ({highest:.2g}) from a guess",
+        fix,
+        "not a cross-entropy",
     )
 
 
