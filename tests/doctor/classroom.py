@@ -636,6 +636,17 @@ MISTAKES = (
         "the mask is applied after the softmax",
         ".softmax(-1)",
     ),
+    Mistake(
+        "float mask of 0 and 1",
+        {
+            "lecture": "its mask is a condition of masked_fill",
+            "nanogpt": "its mask is a condition of masked_fill",
+            "multihead": lines(M_MASK, "mask = torch.triu(torch.ones(seq_len, seq_len), diagonal=1)"),
+        },
+        "causality",
+        "of floats, which are added to the scores (+1)",
+        "mask.bool()",
+    ),
     # -- the softmax and the scale -------------------------------------------------------------------------------------
     Mistake(
         "softmax with dim=1 on (B, T, T)",
@@ -702,6 +713,28 @@ MISTAKES = (
         "scale",
         "multiplied by sqrt(head size)",
         "/ math.sqrt(",
+    ),
+    Mistake(
+        "scale without the root",
+        {
+            "lecture": lines(L_SCORES, "wei = q @ k.transpose(-2, -1) / k.shape[-1]"),
+            "nanogpt": lines(N_SCORES, "att = (q @ k.transpose(-2, -1)) / k.size(-1)"),
+            "multihead": IN_THE_MODULE,
+        },
+        "scale",
+        "divided by the head size, 8, without the square root",
+        "/ math.sqrt(",
+    ),
+    Mistake(
+        "weights transposed",
+        {
+            "lecture": lines("out = wei @ v", "out = wei.transpose(-2, -1) @ v"),
+            "nanogpt": lines("y = att @ v", "y = att.transpose(-2, -1) @ v"),
+            "multihead": IN_THE_MODULE,
+        },
+        "mask_after_softmax",
+        "the weights are transposed before they meet the values",
+        "weights @ v",
     ),
     # -- positions, norms, heads, blocks -------------------------------------------------------------------------------
     Mistake(
@@ -892,6 +925,42 @@ MISTAKES = (
         "tying",
         "same block",
         "for _ in range(",
+    ),
+    Mistake(
+        "one head four times",
+        {
+            "lecture": lines(
+                "self.heads = nn.ModuleList([Head(head_size) for _ in range(num_heads)])",
+                "self.heads = nn.ModuleList([Head(head_size)] * num_heads)",
+            ),
+            "nanogpt": "one product computes all its heads",
+            "multihead": "nn.MultiheadAttention computes its heads itself",
+        },
+        "tying",
+        "same head",
+        "build each head",
+    ),
+    Mistake(
+        "output of the blocks not used",
+        {
+            "lecture": lines("x = self.blocks(x)", "y = self.blocks(x)"),
+            "nanogpt": lines("x = block(x)", "y = block(x)"),
+            "multihead": lines("x = layer(x, mask)", "y = layer(x, mask)"),
+        },
+        "gradient_flow",
+        "is not used",
+        "x = block(x)",
+    ),
+    Mistake(
+        "blocks detached",
+        {
+            "lecture": lines("x = self.blocks(x)", "x = self.blocks(x).detach()"),
+            "nanogpt": lines("x = block(x)", "x = block(x).detach()"),
+            "multihead": lines("x = layer(x, mask)", "x = layer(x, mask).data"),
+        },
+        "gradient_flow",
+        "detached",
+        "remove .detach()",
     ),
     Mistake(
         "no non-linearity",

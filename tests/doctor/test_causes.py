@@ -219,6 +219,41 @@ def test_the_mended_twin_has_no_findings(model):
         assert "causality" in {result.name for result in report.checks}
 
 
+class Stream(GPT):
+    """Loses the output of blocks on the way."""
+
+    def __init__(self, fault=None):
+        super().__init__(depth=3)
+        self.fault = fault
+
+    def hidden(self, ids, keep=None):
+        first = x = self.tok(ids)
+        for i, block in enumerate(self.blocks):
+            if self.fault == "overwritten" and i == 2:
+                x = first
+            if self.fault == "detached" and i == 2:
+                x = x.detach()
+            y = block(first if self.fault == "not handed on" else x, keep)
+            x = y
+        return self.norm(y)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "fix"),
+    [
+        ("overwritten", "the output of the blocks [0, 1] is not used", "x = block(x)"),
+        ("not handed on", "the output of the blocks [0, 1] is not used", "x = block(x)"),
+        ("detached", "no gradient reaches the blocks [0, 1]: something above them is detached", "remove .detach()"),
+    ],
+)
+def test_blocks_whose_output_is_not_used_are_told_from_detached_ones(fault, words, fix):
+    report = build(Stream, fault)
+    assert found(report) == [("gradient_flow", "fail")]
+    assert words in report.findings[0].reason
+    assert fix in report.findings[0].fix
+    assert found(build(Stream, None)) == []
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize(("family", "is_missing"), [("llama", True), ("gpt_neo", False), ("gpt2", False)])
 def test_a_missing_scale_is_compared_with_the_configuration(family, is_missing, implementation):
@@ -255,20 +290,27 @@ def test_one_token_ahead_is_written_in_the_singular():
 
 def test_attention_inside_modules_of_pytorch_is_recorded():
     class Standard(nn.Module):
-        def __init__(self):
+        def __init__(self, mask=None):
             super().__init__()
+            self.mask = mask
             layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True)
             self.tok, self.pos = nn.Embedding(VOCAB, WIDTH), nn.Embedding(CONTEXT, WIDTH)
             self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
             self.head = nn.Linear(WIDTH, VOCAB)
 
         def forward(self, ids):
-            return self.head(self.layers(self.tok(ids) + self.pos(torch.arange(ids.shape[1]))))
+            T = ids.shape[1]
+            mask = None if self.mask is None else self.mask(torch.ones(T, T).triu(1))
+            return self.head(self.layers(self.tok(ids) + self.pos(torch.arange(T)), mask=mask))
 
     torch.manual_seed(0)
     (finding,) = mb.diagnose(Standard()).findings
     assert "no causal mask is applied. " in finding.reason
     assert mb.diagnose(Standard(), kind="bidirectional").ok
+    (finding,) = mb.diagnose(Standard(lambda later: later)).findings
+    assert "the mask is of floats, which are added to the scores (+1)" in finding.reason
+    assert "mask.bool()" in finding.fix
+    assert mb.diagnose(Standard(lambda later: later.bool())).findings == []
 
 
 def test_the_length_is_honoured_and_stated():

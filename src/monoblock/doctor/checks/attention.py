@@ -94,6 +94,16 @@ def check_mask_after_softmax(exam: Examination) -> Finding | None:
         sums = used.float().sum(-1)
         if bool(((sums - 1).abs() <= 1e-2).all()):
             continue
+        if torch.equal(used, record.weights.mT):
+            return finding(
+                "mask_after_softmax",
+                "fail",
+                {"smallest_row_sum": float(sums.nan_to_num().min()), "expected": 1.0, "layer": layer},
+                "the weights are transposed before they meet the values: query i takes from key j what query j should "
+                "take from key i, so weights do not sum to 1, and a mask of the future shows only the future",
+                "multiply them as they are: y = weights @ v, without a transpose",
+                "weights are transposed",
+            )
         if record.softmax_axis != -1:
             return _axis_finding(exam, record.softmax_axis, sums, layer)
         # Weights that were 0 before were masked before the softmax as well: then the sums are right.

@@ -28,12 +28,18 @@ def check_causality(exam: Examination) -> Finding | None:
     ids = exam.ids
     worst, place = find_leak(exam, ids)
     if not worst and (leak := _gradient_leak(exam)):
+        # In evaluation nn.TransformerEncoder takes another path, which reads a mask of floats as one of booleans.
+        records = exam.self_attentions
+        leaking, cause, fix = [record for record in records if bool(_later(record).any())], "", MASK_FIX
+        if leaking:
+            cause, fix = _mask_cause(leaking[0], "", mask_fix(exam, records))
         return finding(
             "causality",
             "fail",
             {"gradient_from_the_future": leak},
-            "the output at a token has a gradient with respect to later tokens, so training uses the future",
-            MASK_FIX,
+            "the output at a token has a gradient with respect to later tokens, so training uses the future"
+            + (f": {cause}" if cause else ""),
+            fix,
         )
     if not worst and exam.long_ids is not None:
         ids = exam.long_ids
@@ -195,7 +201,12 @@ def _mask_cause(record: AttentionRecord, where: str, fix: str) -> tuple[str, str
             f"the mask is off by {'one' if farthest == 1 else 'two'}{where}: query i also sees key i + {farthest}",
             fix,
         )
-    value = _value_of_mask(record, distance > 0)
+    value, is_added = _value_of_mask(record, distance > 0)
+    if value is not None and value > 0 and is_added:
+        return (
+            f"the mask{where} is of floats, which are added to the scores ({value:+.3g}): later keys gain by it",
+            "pass a boolean mask, mask.bool(), or floats of 0 and -inf; " + fix,
+        )
     if value is not None:
         return (
             f"the mask is too weak{where}: it sets or lowers masked scores by the finite value {value:.3g}, which "
@@ -216,21 +227,22 @@ def _mask_cause(record: AttentionRecord, where: str, fix: str) -> tuple[str, str
     return f"no causal mask is applied{where}", fix
 
 
-def _value_of_mask(record: AttentionRecord, later: Tensor) -> float | None:
-    """Return the constant that later scores were set to, or that was added to them; None if there is none."""
+def _value_of_mask(record: AttentionRecord, later: Tensor) -> tuple[float | None, bool]:
+    """Return the constant that later scores were set to, or that was added to them, and which; None if none."""
     scores = record.scores.float()
     if record.query.shape[0] != scores.shape[0] or record.key.shape[0] != scores.shape[0]:
-        return None
+        return None, False
     if float(scores[:, later].std()) < 1e-6:
-        return float(scores[:, later].mean())
+        return float(scores[:, later].mean()), False
     if record.scale is None:
-        return None
+        return None, False
     products = record.query.float() @ record.key.float().mT
     slope, offset = _line(products[:, ~later], scores[:, ~later])
     added = scores - slope * products - offset
     constant = float(added[:, later].mean())
     is_constant = float((added[:, later] - constant).abs().max()) < 1e-3 * max(1.0, abs(constant))
-    return constant if is_constant and constant < -0.1 and float(added[:, ~later].abs().max()) < 1e-3 else None
+    is_added = is_constant and abs(constant) > 0.1 and float(added[:, ~later].abs().max()) < 1e-3
+    return constant if is_added else None, is_added
 
 
 def _line(x: Tensor, y: Tensor) -> tuple[float, float]:

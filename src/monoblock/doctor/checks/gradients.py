@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monoblock.doctor.checks import wiring
 from monoblock.doctor.checks.numerics import find_blocks
@@ -49,6 +49,18 @@ def check_gradient_flow(exam: Examination) -> Finding | None:
     without = [index for index, size in enumerate(by_block) if size == 0.0]
     if found := wiring.check_initialized(exam) or wiring.check_called(blocks, without, used):
         return found
+    if without and not any(_is_output_used(exam, blocks[index]) for index in without):
+        return finding(
+            "gradient_flow",
+            "fail",
+            {"blocks_whose_output_is_not_used": len(without), "blocks": len(by_block)},
+            f"the output of the blocks {without[:8]} is not used: what follows reads another tensor, so their weights "
+            "do nothing and get no gradient",
+            "give each block the output of the one before: for block in self.blocks: x = block(x); then "
+            "logits = self.head(self.norm(x))",
+            "blocks whose output is not used",
+            explains=("positions",),
+        )
     if largest == 0 or without:
         return finding(
             "gradient_flow",
@@ -102,6 +114,21 @@ def _gradients(exam: Examination, parameters: list[nn.Parameter], used: set[nn.M
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_output_used(exam: Examination, block: nn.Module) -> bool:
+    """Return whether the output of the model changes with that of a block."""
+
+    def change(_: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(change(block, inputs, part) for part in output)
+        return 2 * output + 1 if isinstance(output, Tensor) and output.is_floating_point() else output
+
+    before, handle = exam.run(exam.ids[:2]), block.register_forward_hook(change)
+    try:
+        return not torch.equal(exam.run(exam.ids[:2]), before)
+    finally:
+        handle.remove()
 
 
 def _is_cut_off(module: nn.Module, blocks: list[nn.Module], used: set[nn.Module], reached: set[int], name: str) -> bool:

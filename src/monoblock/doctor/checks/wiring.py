@@ -272,13 +272,28 @@ def check_shared_blocks(exam: Examination) -> Finding | None:
         if len(set(children)) < len(children):
             repeated = max(children, key=children.count)
             kind, times = type(repeated).__name__, children.count(repeated)
+            is_head = "head" in f"{name.rpartition('.')[2]} {kind}".lower() and _reads_one_tensor(exam, repeated)
+            what, parts, each = (
+                ("head", "heads", "each head") if is_head else ("block", "layers", "a block for each layer")
+            )
             return finding(
                 "tying",
                 "warn",
                 {"times": times, "weights": sum(p.numel() for p in repeated.parameters()), "where": name},
-                f"{name} holds the same block {times} times: its {times} layers have one set of weights, because "
+                f"{name} holds the same {what} {times} times: its {times} {parts} have one set of weights, because "
                 f"{kind}(…) is called once and then repeated",
-                f"build a block for each layer: nn.ModuleList([{kind}(…) for _ in range({times})])",
-                "one block several times",
+                f"build {each}: nn.ModuleList([{kind}(…) for _ in range({times})])",
+                f"one {what} several times",
             )
     return None
+
+
+def _reads_one_tensor(exam: Examination, part: nn.Module) -> bool:
+    """Return whether the calls of a module in a row read the same tensor, as those of heads; layers read new ones."""
+    given = list[Any]()
+    handle = part.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0] if inputs else None))
+    try:
+        exam.run(exam.ids[:1])
+    finally:
+        handle.remove()
+    return len(given) > 1 and given[0] is given[1]
