@@ -108,9 +108,10 @@ def test_the_encoder_decoder_is_the_transformer_of_monoblock():
 
 
 def test_what_only_a_transformer_has_is_an_error_that_names_the_conversion():
-    for use in (mb.account, lambda model: model.stream(torch.tensor([[3, 5, 7]]))):
-        with pytest.raises(AttributeError, match=r"to_monoblock\(\) returns a monoblock\.Transformer"):
-            use(lecture_gpt())
+    with pytest.raises(InputError, match=r"got a GPT; write model\.to_monoblock\(\)"):
+        mb.account(lecture_gpt())
+    with pytest.raises(AttributeError, match=r"to_monoblock\(\) returns a monoblock\.Transformer"):
+        lecture_gpt().stream(torch.tensor([[3, 5, 7]]))
 
 
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
@@ -212,3 +213,15 @@ def test_a_changed_model_is_not_converted(change):
     change(model)
     with pytest.raises(InputError, match=r"this GPT (has other weights|was changed and no longer computes)"):
         model.generate(torch.tensor([[3, 5, 7]]), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("share", ["ffn", "block"])
+def test_layers_that_share_weights_are_refused(share):
+    model = lecture_gpt()
+    if share == "ffn":
+        model.blocks[1].ffn = model.blocks[0].ffn
+    else:
+        model.blocks[1] = model.blocks[0]
+    count = sum(weight.numel() for weight in model.parameters())
+    with pytest.raises(InputError, match=rf"share weights: it has {count:,} parameters.*tied=True"):
+        model.to_monoblock()

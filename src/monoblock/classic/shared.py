@@ -82,6 +82,12 @@ class Listing(nn.Module):
         """Return the module of monoblock that computes the same; it shares these weights."""
         with torch.device("meta"):
             module = self.counterpart()
+        ours, theirs = (sum(weight.numel() for weight in one.parameters()) for one in (module, self))
+        if ours > theirs and len(list(self.named_parameters(remove_duplicate=False))) > len(list(self.parameters())):
+            raise InputError(
+                f"modules of this {type(self).__name__} share weights: it has {theirs:,} parameters, and its "
+                f"counterpart in monoblock would have {ours:,}; write the sharing in the configuration: mb.Repeat(…, tied=True)"
+            )
         state, expected = monoblock_weights(self), module.state_dict().keys()
         shared = {tensor.data_ptr() for name, tensor in state.items() if name in expected}
         tied = {name for name in state.keys() - expected if state[name].data_ptr() in shared}
