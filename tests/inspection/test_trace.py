@@ -1,7 +1,7 @@
 """Traces record and edit activations of the real forward pass, in monoblock and in transformers models."""
 
 import copy
-from collections import Counter
+from collections import Counter, UserDict
 
 import pytest
 import torch
@@ -323,7 +323,9 @@ QUERY = "encoder.layer.0.attention.self.query"  # (B, T, D) in transformers, (B,
 @pytest.mark.parametrize("method", ["zero", "mean", "resample"])
 @pytest.mark.parametrize("part", [{"heads": [1]}, {"positions": [1]}, {"heads": [1], "positions": [1]}])
 def test_heads_and_positions_of_a_foreign_module_are_refused_because_its_axes_are_not_known(method, part):
-    with pytest.raises(mb.InputError, match=r"it is not known which axis .* name its axes, such as axes="):
+    with pytest.raises(
+        mb.InputError, match=r"it is not known which axis .*(name its axes, such as axes=|are NAME\.heads)"
+    ):
         mb.trace(bert(), IDS, names=QUERY, edits=mb.ablate(QUERY, method, **part))
 
 
@@ -436,3 +438,23 @@ def test_wrong_means_are_refused(model):
         mean_activations(model, [], names=HEADS)
     with pytest.raises(mb.InputError, match="give batches of one length"):
         mean_activations(model, [IDS, IDS[:, :5]], names="decoder.1.attention.weights")
+
+
+def test_inputs_in_one_dictionary_are_answered_with_two_stars():
+    model, ids = bert(), IDS
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for given in (inputs, UserDict(inputs)):  # a tokenizer returns the latter
+        with pytest.raises(mb.InputError, match=r"input_ids, attention_mask .*; write mb\.trace\(model, \*\*inputs\)"):
+            mb.trace(model, given)
+    mb.trace(model, **inputs)
+
+    class ReadsDictionary(torch.nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch["x"])
+
+    assert mb.trace(ReadsDictionary(5, 3), {"x": torch.zeros(2, 5)}).logits.shape == (2, 3)
+    with pytest.raises(mb.InputError, match=r"has the heads; the heads of an attention module .* are NAME\.heads$"):
+        mb.trace(
+            model, ids, edits=mb.ablate("*.query", heads=[1])
+        )  # (2, 7, 24): no letters would name an axis of heads
+    mb.trace(model, ids, edits=mb.ablate("*.heads", heads=[1]))

@@ -86,7 +86,8 @@ class Listing(nn.Module):
         if ours > theirs and len(list(self.named_parameters(remove_duplicate=False))) > len(list(self.parameters())):
             raise InputError(
                 f"modules of this {type(self).__name__} share weights: it has {theirs:,} parameters, and its "
-                f"counterpart in monoblock would have {ours:,}; write the sharing in the configuration: mb.Repeat(…, tied=True)"
+                f"counterpart in monoblock would have {ours:,}; write the sharing in the configuration: "
+                "mb.Repeat(…, tied=True)"
             )
         state, expected = monoblock_weights(self), module.state_dict().keys()
         shared = {tensor.data_ptr() for name, tensor in state.items() if name in expected}

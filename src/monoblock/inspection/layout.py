@@ -60,10 +60,13 @@ class Activation:
     def axis(self, word: str) -> int:
         """Return the axis of "rows", "heads" or "positions"; raise InputError if there is none or it is not known."""
         if self.axes is None:
-            advice = 'such as axes="BTD" (rows, positions, width) or axes="BHTK" (with heads)'
+            known = {3: 'axes="BTD" (rows, positions, width)', 4: 'axes="BHTK" (rows, heads, positions, features)'}
+            example = known.get(self.tensor.dim())
+            advice = "name its axes, " + (f"such as {example}" if example else "a letter for each: axes=…")
             if word == "heads":
-                advice += "; the heads of an attention module of transformers are NAME.heads"
-            raise InputError(f"it is not known which axis of {self} has the {word}; name its axes, {advice}")
+                elsewhere = "the heads of an attention module of transformers are NAME.heads"
+                advice = f"{advice}; {elsewhere}" if self.tensor.dim() > 3 else elsewhere
+            raise InputError(f"it is not known which axis of {self} has the {word}; {advice}")
         if len(self.axes) != self.tensor.dim():
             raise InputError(f"{self} does not have the axes {self.axes!r}; give a letter for each, such as 'BTD'")
         found = [letter for letter in AXES[word] if letter in self.axes]

@@ -10,7 +10,7 @@ traced by hooks: names are those of its modules, and `….weights` and `….head
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -98,6 +98,13 @@ def trace(
     options: further arguments of the model, such as attention_mask.
     """
     check_model(model, nn.Module, "trace")
+    for value in inputs:  # some models read a dictionary, but none one of the arguments of its own `forward`
+        if isinstance(value, Mapping) and value and set(value) <= set(inspect.signature(model.forward).parameters):
+            names_given = ", ".join(map(str, value))
+            raise InputError(
+                f"{names_given} are arguments of the model, but were given in one {type(value).__name__}; write "
+                "mb.trace(model, **inputs)"
+            )
     tap = TraceTap(names, (edits,) if isinstance(edits, Edit) else edits, with_gradients=gradients)
     with nullcontext() if gradients else torch.no_grad(), attach_tap(model, tap):
         output = model(*inputs, **options)
