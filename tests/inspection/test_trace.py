@@ -448,11 +448,12 @@ def test_inputs_in_one_dictionary_are_answered_with_two_stars():
             mb.trace(model, given)
     mb.trace(model, **inputs)
 
-    class ReadsDictionary(torch.nn.Linear):
+    class ReadsDictionary(torch.nn.Sequential):
         def forward(self, batch):
             return super().forward(batch["x"])
 
-    assert mb.trace(ReadsDictionary(5, 3), {"x": torch.zeros(2, 5)}).logits.shape == (2, 3)
+    reader = ReadsDictionary(torch.nn.Linear(5, 3))
+    assert mb.trace(reader, {"x": torch.zeros(2, 5)}).logits.shape == (2, 3)
     with pytest.raises(mb.InputError, match=r"has the heads; the heads of an attention module .* are NAME\.heads$"):
         mb.trace(
             model, ids, edits=mb.ablate("*.query", heads=[1])
