@@ -313,6 +313,28 @@ def test_attention_inside_modules_of_pytorch_is_recorded():
     assert mb.diagnose(Standard(lambda later: later.bool())).findings == []
 
 
+@pytest.mark.parametrize(("convert", "is_wrong"), [(torch.Tensor.float, True), (torch.Tensor.bool, False)])
+def test_a_padding_mask_of_floats_is_found_although_evaluation_reads_it_as_one_of_booleans(convert, is_wrong):
+    class Averaging(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True)
+            self.tok, self.pos = nn.Embedding(VOCAB, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+            self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.head = nn.Linear(WIDTH, 5)
+
+        def forward(self, ids):
+            x, padding = self.tok(ids) + self.pos(torch.arange(ids.shape[1])), ids == 0
+            tokens = ~padding[..., None]
+            x = self.layers(x, src_key_padding_mask=convert(padding))
+            return self.head((x * tokens).sum(1) / tokens.sum(1))
+
+    torch.manual_seed(0)
+    report = mb.diagnose(Averaging(), pad_id=0)
+    assert found(report) == ([("padding", "fail")] if is_wrong else [])
+    assert not is_wrong or "the mask is of floats" in report.findings[0].reason
+
+
 def test_the_length_is_honoured_and_stated():
     torch.manual_seed(0)
     report = mb.diagnose(GPT("right to 32"), length=48)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from monoblock.doctor.examination import Examination, finding, pad
 from monoblock.doctor.report import Finding
@@ -44,9 +44,28 @@ def check_padding(exam: Examination) -> Finding | None:
     if not any(sides.values()) and left and subject.kind == "causal":
         return _left_finding(exam, ids, left)
     if not any(sides.values()):
-        return None
+        return _check_training(exam, ids)
     evidence = {f"difference_{side}": value for side, value in sides.items()}
     return finding("padding", "fail", evidence, *_cause(exam, ids, sides))
+
+
+def _check_training(exam: Examination, ids: Tensor) -> Finding | None:
+    """Look at the weights on padding that attention of PyTorch has in training, where a mask of floats is added."""
+    module = exam.subject.module
+    if module is None or not any(isinstance(part, nn.MultiheadAttention) for part in module.modules()):
+        return None
+    seen, layer = _weight_on_padding(exam, ids, 0, PAD)  # a recorded pass takes the path of training
+    if seen <= SEEN:
+        return None
+    return finding(
+        "padding",
+        "fail",
+        {"largest_weight_on_padding": seen, "layer": layer},
+        "padding is hidden in evaluation, but not in training: the mask is of floats, which nn.MultiheadAttention adds "
+        "to the scores",
+        "pass a boolean mask, True for padding: src_key_padding_mask=(ids == pad_id), or key_padding_mask",
+        "mask of floats",
+    )
 
 
 def _left_finding(exam: Examination, ids: Tensor, left: float) -> Finding:
