@@ -69,7 +69,7 @@ _HOME = {
     "bert": "config.families",
     "causal": "nn.masks",
     "diagnose": "runs.diagnose",
-    "draw": "plots.architecture",
+    "draw": "runs.draw",
     "evaluate": "runs.evaluate",
     "export_hf": "interop.huggingface.export",
     "fold_lora": "nn.lora",

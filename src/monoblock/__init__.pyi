@@ -64,10 +64,10 @@ from monoblock.nn.recurrent.lstm import Recurrent as Recurrent
 from monoblock.nn.token_positions import TokenPositions as TokenPositions
 from monoblock.nn.transformer import Transformer as Transformer
 from monoblock.parallel.inference import join_processes as join_processes
-from monoblock.plots.architecture import draw as draw
 from monoblock.quantization.convert import quantize as quantize
 from monoblock.runs.account import account as account
 from monoblock.runs.diagnose import diagnose as diagnose
+from monoblock.runs.draw import draw as draw
 from monoblock.runs.evaluate import evaluate as evaluate
 from monoblock.runs.load import load as load
 from monoblock.runs.pipeline import Pipeline as Pipeline

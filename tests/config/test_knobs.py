@@ -8,7 +8,7 @@ from support import block_configs, is_encoder_decoder, preset_names
 
 from monoblock.accounting.report import account
 from monoblock.config.families import bert, gpt, llama, t5, vaswani, vit
-from monoblock.config.knobs import KNOBS, POSITION_SCHEMES, rebuild, vary
+from monoblock.config.knobs import KNOBS, OTHER_NAMES, POSITION_SCHEMES, rebuild, vary
 from monoblock.config.model import Alibi, Buckets, HeadConfig, Learned, Repeat, Rotary, Sinusoid, StackConfig
 from monoblock.config.presets import tiny
 from monoblock.config.resize import resize_pattern
@@ -304,3 +304,20 @@ def test_a_run_equal_to_the_last_one_is_not_taken_for_it():
     once = Repeat(blocks=(BLOCKS[0],))
     pattern = (once, Repeat(blocks=(BLOCKS[1],)), once)
     assert list(StackConfig(pattern=resize_pattern(pattern, 3)).layers()) == [BLOCKS[0], BLOCKS[1], BLOCKS[0]]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        *[("layers", "depth"), ("n_layer", "depth"), ("num_hidden_layers", "depth"), ("n_head", "heads")],
+        *[("d_model", "width"), ("hidden_size", "width"), ("vocab_size", "vocab"), ("d_ff", "hidden")],
+    ],
+)
+def test_a_name_of_a_paper_or_another_library_is_answered_with_the_knob(theirs, ours):
+    with pytest.raises(ConfigError, match=f"there is no knob '{theirs}'; did you mean '{ours}'"):
+        vary(GPT, **{theirs: 3})
+
+
+def test_every_name_of_another_library_leads_to_a_knob_and_none_is_one():
+    assert not OTHER_NAMES.keys() & KNOBS.keys()
+    assert set(OTHER_NAMES.values()) <= KNOBS.keys()

@@ -265,3 +265,18 @@ def test_blocks_that_alternate_have_one_frame_around_them():
     last = frames(repeat(block, block, experts, times=3), repeat(block))
     assert [text for text in last if "×" in text] == ["× 2", "× 3", "× 1"]
     assert {"layers 0, 1, … 7", "layers 2, 5, 8", "layer 9"} <= {*last}
+
+
+def test_a_folder_a_file_and_a_recipe_are_drawn_as_their_configurations(tmp_path):
+    config = mb.llama(vocab=67, width=20, depth=3, heads=5, context=19)
+    mb.Transformer(config).save_pretrained(tmp_path / "mine")
+    expected = mb.draw(config, name="mine").svg
+    for what in (tmp_path / "mine", str(tmp_path / "mine")):
+        assert mb.draw(what).svg == expected
+    assert mb.draw(tmp_path / "mine" / "config.json", name="mine").svg == expected
+    recipe = tmp_path / "tiny.toml"
+    sizes = "width = 24\ndepth = 5\nheads = 3\ncontext = 17\n"
+    recipe.write_text(f'[data]\ncorpus = "reverse"\n[model]\nfamily = "gpt"\n{sizes}', encoding="utf-8")
+    assert mb.draw(recipe).parameters == mb.account(recipe).parameters
+    with pytest.raises(mb.FileError, match="there is no file or folder runs/x"):
+        mb.draw("runs/x")

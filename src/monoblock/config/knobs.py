@@ -275,6 +275,31 @@ APPLIED_LAST = (
 )
 
 
+# Names that papers, the documents' listings and other libraries use -> the knob.
+OTHER_NAMES = {
+    **dict.fromkeys(("layers", "n_layer", "n_layers", "num_layers", "num_hidden_layers", "num_blocks"), "depth"),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads", "num_attention_heads", "nhead"), "heads"),
+    **dict.fromkeys(("n_kv_heads", "num_kv_heads", "num_key_value_heads"), "kv_heads"),
+    **dict.fromkeys(("d_model", "dim", "hidden_size", "n_embd", "emb_dim", "embed_dim"), "width"),
+    **dict.fromkeys(("d_ff", "intermediate_size", "ffn_dim", "n_inner", "dim_feedforward"), "hidden"),
+    **dict.fromkeys(("vocab_size", "n_vocab"), "vocab"),
+    **dict.fromkeys(("max_len", "max_seq_len", "n_ctx", "n_positions", "max_position_embeddings"), "context"),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_experts"), "experts"),
+    **dict.fromkeys(("num_classes", "num_labels"), "classes"),
+    **dict.fromkeys(("d_k", "d_head"), "head_dim"),
+    **dict.fromkeys(("hidden_act", "activation_function"), "activation"),
+    **dict.fromkeys(("rope_theta", "rope_base"), "rotary_base"),
+    **dict.fromkeys(("sliding_window",), "window"),
+    **dict.fromkeys(("tie_word_embeddings", "tie_weights"), "tie"),
+    **dict.fromkeys(("num_experts_per_tok",), "top_k"),
+}
+
+
+def suggest_knob(name: str) -> str:
+    """Return the end of an error message about an unknown knob: that of the same meaning, or of a similar name."""
+    return f"; did you mean {OTHER_NAMES[name]!r}?" if name in OTHER_NAMES else did_you_mean(name, KNOBS)
+
+
 def vary(config: ModelConfig, **knobs: Unpack[Knobs]) -> ModelConfig:
     """Return a copy of a configuration with some values changed; the names of `knobs` are listed in KNOBS."""
     if not isinstance(config, ModelConfig):
@@ -288,7 +313,7 @@ def vary(config: ModelConfig, **knobs: Unpack[Knobs]) -> ModelConfig:
 def _apply_knobs(config: ModelConfig, knobs: Mapping[str, Any]) -> ModelConfig:
     for name in knobs:
         if name not in KNOBS:
-            raise ConfigError(f"there is no knob {name!r}{did_you_mean(name, KNOBS)}")
+            raise ConfigError(f"there is no knob {name!r}{suggest_knob(name)}")
     later = {name: value for name, value in knobs.items() if name in APPLIED_LAST}
     if later and len(later) < len(knobs):
         earlier = {name: value for name, value in knobs.items() if name not in later}

@@ -1,4 +1,4 @@
-"""Draw the architecture of a configuration, like figure 1 of Vaswani et al. 2017: `mb.draw("gpt2").save("gpt2.svg")`.
+"""Draw the architecture of a configuration, like figure 1 of Vaswani et al. 2017 (`mb.draw` is in runs/draw.py).
 
 Left the whole model, from the ids at the bottom to the logits at the top, with a frame around the blocks that are
 repeated; right what happens inside attention and the feed-forward network. Everything is read from the configuration:
@@ -29,11 +29,11 @@ from monoblock.config.model import (
     ModelConfig,
     NormConfig,
     PatchConfig,
+    RecurrentConfig,
     Rotary,
     StackConfig,
 )
 from monoblock.config.parts import SEQUENCE_HEADS, VOCABULARY_HEADS
-from monoblock.config.presets import preset
 from monoblock.errors import ConfigError, InputError
 from monoblock.metrics.numbers import format_count
 from monoblock.nn.check_model import describe
@@ -92,12 +92,12 @@ class Drawing:
         return self.svg
 
 
-def draw(what: ModelConfig | Transformer | str, *, name: str | None = None) -> Drawing:
-    """Draw the architecture of a configuration, of a model or of a preset.
+def draw(what: ModelConfig | RecurrentConfig | Transformer, *, name: str | None = None) -> Drawing:
+    """Draw the architecture of a configuration or of a model.
 
-    name: the title; by default the name of the preset, or the family, as in "decoder-only Transformer".
+    name: the title; by default the family, as in "decoder-only Transformer".
     """
-    config: Any = preset(what) if isinstance(what, str) else getattr(what, "config", what)
+    config: Any = getattr(what, "config", what)
     if not isinstance(config, ModelConfig):
         instead = "model.to_monoblock()" if hasattr(what, "to_monoblock") else "a ModelConfig or the name of a preset"
         raise ConfigError(f"only Transformers are drawn, but got {describe(what)}; give {instead}")
@@ -115,7 +115,7 @@ def draw(what: ModelConfig | Transformer | str, *, name: str | None = None) -> D
         x += half + BETWEEN
     _draw_head(column, config, counts)
     _draw_inside(picture, next(iter(config.stacks.values())))
-    title = name or (what if isinstance(what, str) else f"{config.family} Transformer")
+    title = name or f"{config.family} Transformer"
     shapes = "shapes: B rows, T tokens, S tokens that are attended to"
     family = "" if title.startswith(config.family) else f"{config.family}, "
     subtitle = f"{family}{sum(counts.values()):,} parameters{_not_drawn(what, config, counts)} · {shapes}"
@@ -124,7 +124,7 @@ def draw(what: ModelConfig | Transformer | str, *, name: str | None = None) -> D
 
 def _not_drawn(what: Any, config: ModelConfig, counts: dict[str, int]) -> str:
     """Say how many parameters a model has that its configuration does not describe, such as those of a subclass."""
-    if what is config or isinstance(what, str) or config.quantize is not None:  # matrices are packed
+    if what is config or config.quantize is not None:  # matrices are packed
         return ""
     more = sum(weight.numel() for weight in what.parameters()) - sum(counts.values())
     words = "more in modules that are not drawn" if more > 0 else "fewer in the modules of this model"

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from monoblock.config.knobs import KNOBS, vary
+from monoblock.config.knobs import KNOBS, suggest_knob, vary
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.parts import HEADS_WITH_CLASSES
-from monoblock.errors import ConfigError, FileError, did_you_mean
+from monoblock.errors import ConfigError, FileError
 from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, read_config
 from monoblock.interop.hub import resolve_model_path
 from monoblock.untrusted_files import has_file, read_json, reading, safe_join
@@ -74,7 +74,7 @@ def adapt_config(
         return _adapt_lstm_config(config, knobs)
     for name, value in knobs.items():
         if name not in KNOBS:
-            raise ConfigError(f"[model] has no key {name!r}{did_you_mean(name, KNOBS)}")
+            raise ConfigError(f"[model] has no key {name!r}{suggest_knob(name)}")
         if name not in (*CHANGEABLE_KNOBS, *HEAD_KNOBS) and vary(config, **{name: value}) != config:
             raise ConfigError(
                 f"model.{name}={value!r} is not what the weights of model.folder were trained with; leave it out "
