@@ -280,3 +280,25 @@ def test_a_folder_a_file_and_a_recipe_are_drawn_as_their_configurations(tmp_path
     assert mb.draw(recipe).parameters == mb.account(recipe).parameters
     with pytest.raises(mb.FileError, match="there is no file or folder runs/x"):
         mb.draw("runs/x")
+
+
+def test_activations_between_convolutions_and_clamps_are_drawn():
+    words = mb.vaswani(vocab=61, width=24, depth=2, heads=3, context=17)
+    frames = mb.FramesConfig(channels=5, context=17, positions=mb.Learned())
+    speech = replace(words, input=frames, target=words.input, tie="none")
+    assert mb.draw(speech).parameters == mb.account(speech).parameters
+    assert {"3 × 5 → 24, GELU", "3 × 24 → 24, GELU"} <= {*texts(mb.draw(speech))}
+    plain = mb.llama(vocab=67, width=20, depth=3, heads=5, context=19)
+    block = plain.decoder.pattern[0].blocks[0]
+    block = replace(
+        block,
+        attention=replace(block.attention, clip=11.0),
+        feedforward=replace(block.feedforward, clamp=7.0),
+    )
+    config = replace(plain, decoder=replace(plain.decoder, pattern=(mb.Repeat(blocks=(block,), times=3),)))
+    inside = column(mb.draw(config), "clamped to ±11", "of at most 7", "to ±7, plus 1", "gate and up clamped to 7")
+    assert sorted(inside) == sorted(
+        ["clamped to ±11"] * 3 + ["of at most 7", "to ±7, plus 1", "gate and up clamped to 7"]
+    )
+    assert "q, k, v clamped to ±11" in texts(mb.draw(config))
+    assert not any("clamp" in text for text in texts(mb.draw(plain)))

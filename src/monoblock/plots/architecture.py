@@ -266,7 +266,11 @@ def _draw_input(column: _Column, config: ModelConfig, stack_name: str, counts: d
     elif isinstance(given, FramesConfig):
         picture.text(column.x, column.y - 3, f"frames (B, time, {given.channels})")
         title, size = "two convolutions", width
-        lines = [f"3 × {given.channels} → {width:,}", f"3 × {width:,} → {width:,}, every other frame"]
+        lines = [
+            f"3 × {given.channels} → {width:,}, GELU",
+            f"3 × {width:,} → {width:,}, GELU",
+            "the second: every other frame",
+        ]
     else:
         picture.text(column.x, column.y - 3, ids)
         size = given.dim or width
@@ -510,6 +514,7 @@ def _attention_lines(attentions: list[AttentionConfig]) -> list[str]:
             lines[line] += bool(line)
         lines["queries and keys normalized"] += attention.qk_norm is not None
         lines["a learned sink for each head"] += attention.sinks
+        lines[f"q, k, v clamped to ±{attention.clip:g}" if attention.clip else ""] += bool(attention.clip)
     total = len(attentions)
     return [line if n == total else f"{line} ({n} of {total})" for line, n in lines.items() if n]
 
@@ -539,6 +544,8 @@ def _window_line(attention: AttentionConfig) -> str:
 def _feedforward_lines(feedforward: FeedForwardConfig, width: int) -> list[str]:
     gate = "gated " if feedforward.gated else ""
     lines = [f"{width:,} → {feedforward.hidden:,} → {width:,}", f"{gate}{ACTIVATION_NAMES[feedforward.activation]}"]
+    if feedforward.clamp is not None:
+        lines.append(f"gate and up clamped to {feedforward.clamp:g}")
     if feedforward.experts is not None:
         lines.insert(0, f"{feedforward.experts.top_k} of {feedforward.experts.count} experts for each token")
     return lines
@@ -617,7 +624,8 @@ def _draw_attention_steps(picture: _Picture, x: float, block: BlockConfig, where
         branch = _Column(picture, x + place * (NARROW + 14), y=-26)
         picture.line((x, -16), (x, -26), (branch.x, -26), arrow=False)
         branch.arrow()
-        branch.box("attention", name, f"{width:,} →", shape, width=NARROW)
+        clip = [f"clamped to ±{attention.clip:g}"] if attention.clip else []
+        branch.box("attention", name, f"{width:,} →", shape, *clip, width=NARROW)
         branch.norm(norm, 0, 0, NARROW)
         if isinstance(positions, Rotary):
             branch.arrow()
@@ -686,8 +694,12 @@ def _draw_feedforward_steps(picture: _Picture, x: float, bottom: float, block: B
             picture.line((x, column.y), (x, branch.y), (branch.x, branch.y), arrow=False)
             branch.arrow()
             branch.box("feedforward", name, f"{width:,} → {hidden}", width=whole / 2 - 10)
+        limit = feedforward.clamp
         branches[0].arrow()
-        branches[0].box("step", act, width=whole / 2 - 10)
+        branches[0].box("step", act, *([f"of at most {limit:g}"] if limit else []), width=whole / 2 - 10)
+        if limit:
+            branches[1].arrow()
+            branches[1].box("step", "clamp", f"to ±{limit:g}, plus 1", width=whole / 2 - 10)
         column.y = branches[0].y - 8
         y = column.sum("×", arrow=False)
         for branch, side in zip(branches, (-1, 1), strict=True):
