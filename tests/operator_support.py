@@ -1,8 +1,8 @@
 """Helpers for tests of the CPU operators of decoding."""
 
-from weakref import WeakKeyDictionary
-
-from monoblock.decoding.backends import cpu_step, inference_copy, prepared_model
+import monoblock as mb
+from monoblock.decoding.backends import cpu_step, inference_copy
+from monoblock.decoding.backends.prepared_model import reason_not_to_optimize
 
 
 def record_operator_steps(monkeypatch):
@@ -20,12 +20,15 @@ def record_operator_steps(monkeypatch):
 
 
 def use_kernels_for_toys(monkeypatch):
-    """Use the CPU kernels for models of every size, and forget what was prepared without them."""
+    """Use the CPU kernels for models of every size."""
     monkeypatch.setattr(inference_copy, "MIN_NATIVE_WEIGHTS", 0)
-    monkeypatch.setattr(prepared_model, "_PREPARED", WeakKeyDictionary())
+
+
+def optimize(model):
+    """The optimized model, or the model itself if it cannot be optimized."""
+    return model if reason_not_to_optimize(model) else mb.optimize(model)
 
 
 def search_operators(model):
     """The operators of a beam search with this model, None if it has none."""
-    prepared = prepared_model.prepare(model)
-    return None if prepared is None else prepared.get_search_operators()
+    return None if reason_not_to_optimize(model) else mb.optimize(model).search_operators()

@@ -34,9 +34,8 @@ from monoblock.config.model import (
     StackConfig as StackConfig,
 )
 from monoblock.config.presets import PRESETS as PRESETS, preset as preset, tiny as tiny
-from monoblock.decoding.backends.optimize import optimize as optimize
-from monoblock.decoding.backends.prepared_model import release as release
 from monoblock.decoding.engine import Engine as Engine
+from monoblock.decoding.optimized import OptimizedModel as OptimizedModel, optimize as optimize
 from monoblock.decoding.settings import Settings as Settings
 from monoblock.doctor.report import Finding as Finding, Report as Report
 from monoblock.errors import (

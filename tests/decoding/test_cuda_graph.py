@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import tiny_model, tiny_names
 
+import monoblock as mb
 from monoblock.config.knobs import vary
 from monoblock.decoding.backends import cuda_graph, prepared_model, select
 from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState, supports_cuda_graph
@@ -42,13 +43,12 @@ def graph_engine(model, monkeypatch, **options):
     """An engine whose steps are recorded; the model is prepared anew for it."""
     monkeypatch.setattr(prepared_model, "CudaGraphDecoderState", FakeGraphState)
     monkeypatch.setattr(select, "supports_cuda_graph", lambda model: True)
-    prepared_model.release(model)
     FakeGraphState.recordings = 0
-    return Engine(model, capacity=26, **options)
+    return Engine(mb.optimize(model), capacity=26, **options)
 
 
 def plain_engine(model):
-    return Engine(model, capacity=26, optimize=False)
+    return Engine(model, capacity=26)
 
 
 def decode(engine, settings, prompts=PROMPTS, has_encoder=False):

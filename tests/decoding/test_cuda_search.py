@@ -6,7 +6,8 @@ import pytest
 import torch
 from support import block_configs, tiny_model, tiny_names
 
-from monoblock.decoding.backends import prepared_model, select
+import monoblock as mb
+from monoblock.decoding.backends import select
 from monoblock.decoding.backends.cuda_graph import SUPPORTED
 from monoblock.decoding.backends.inference import inference_modules
 from monoblock.decoding.backends.search import cuda_search, device_search
@@ -36,16 +37,15 @@ def searches_begun(monkeypatch):
 
 
 def make_engine(model, **options):
-    prepared_model.release(model)
-    return Engine(model, **{"capacity": 26, "max_rows": 64, **options})
+    return Engine(mb.optimize(model), **{"capacity": 26, "max_rows": 64, **options})
 
 
 def plain_engine(model, **options):
-    return Engine(model, optimize=False, **{"capacity": 26, "max_rows": 64, **options})
+    return Engine(model, **{"capacity": 26, "max_rows": 64, **options})
 
 
 def add(engine, prompts, settings):
-    has_encoder = engine.model.encoder is not None
+    has_encoder = engine.model.config.encoder is not None
     own = settings if isinstance(settings, list) else [settings] * len(prompts)
     pairs = zip(prompts, own, strict=True)
     return [engine.add([0], s, source=p) if has_encoder else engine.add(p, s) for p, s in pairs]
@@ -207,7 +207,7 @@ def test_a_bounded_number_of_buffers_waits_for_the_next_batch():
     engine = make_engine(model)
     for count in range(1, 5):
         search(engine, [*SOURCES, *SOURCES][: 2 * count])
-    pool = prepared_model.prepare(model)._search_buffers
+    pool = engine.model._search_buffers
     for count in (1, 2, 3):
         pool.give_back(pool.take(pool.idle[0].key._replace(searches=count)))
     assert len(pool.idle) == MAX_IDLE_BUFFERS

@@ -76,20 +76,6 @@ def test_an_ensemble_of_copies_decodes_as_its_model(models):
     assert [score for _, score in copies] == pytest.approx([score for _, score in single], abs=1e-5)
 
 
-def test_a_change_of_one_model_is_followed(models):
-    changing = build(7)
-    engine = Engine(models[0], ensemble=[changing])
-    engine.follow_model_changes()
-    with torch.no_grad():
-        for weight in changing.parameters():
-            weight.mul_(-1.0)
-    engine.follow_model_changes()
-    engine.add((START,), Settings(max_new_tokens=4), SOURCES[0])
-    tokens = [token for _ in range(4) for output in engine.step() for token in output.tokens]
-    log_probs = mean_log_probs([models[0], changing], SOURCES[0], (START, *tokens[:-1]))
-    assert log_probs.argmax(-1).tolist() == tokens
-
-
 def test_models_of_other_vocabularies_and_drafts_are_refused(models):
     with pytest.raises(InputError, match="model 2 of the ensemble has a vocabulary of 11 tokens and the first 9"):
         Engine(models[0], ensemble=[build(1, vocab=11)])

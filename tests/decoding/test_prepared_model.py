@@ -15,14 +15,14 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import monoblock as mb
 from monoblock.config.model import BlockConfig
-from monoblock.decoding.backends import cpu_search_operators, cpu_step, cuda_graph, inference_copy, prepared_model
+from monoblock.decoding.backends import cpu_search_operators, cpu_step, cuda_graph, inference_copy
 from monoblock.decoding.backends.supported_fields import unsupported_field
 from monoblock.nn.block import Block
 
 # -- what generate leaves behind ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"draft": "8-bit"}, {"use_cache": False}])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"use_cache": False}])
 def test_parameters_keep_their_storage_and_modules_their_mode(options, kernels):
     model = gpt()
     model.decoder.blocks[1].train()  # a mode of its own
@@ -38,35 +38,33 @@ def test_parameters_keep_their_storage_and_modules_their_mode(options, kernels):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"draft": "8-bit"}, {"prompt_lookup": 2}])
-def test_everything_prepared_ends_with_the_model(options, kernels):
-    model = gpt()
-    generate(model, **options)
-    copied = prepared_model.prepare(model)
-    references = [weakref.ref(one) for one in (model, copied, copied.model, *copied.model.modules())]
-    del model, copied
+def test_an_optimized_model_is_freed_with_all_it_has_made(options, kernels):
+    fast = mb.optimize(gpt())
+    generate(fast, **options)
+    references = [weakref.ref(one) for one in (fast, fast.plain, fast.model, *fast.model.modules())]
+    del fast
     gc.collect()
     assert not [reference() for reference in references if reference() is not None]
 
 
-def test_release_frees_what_was_prepared_and_the_next_call_prepares_again():
+def test_a_closed_optimized_model_decodes_again(kernels):
     model = gpt()
-    wanted = generate(model)
-    copied = weakref.ref(prepared_model.prepare(model))
-    mb.release(model)
-    gc.collect()
-    assert copied() is None
-    assert torch.equal(generate(model), wanted)
+    with mb.optimize(model) as fast:
+        wanted = generate(fast, draft="8-bit")
+        draft = fast.draft("8-bit")
+    assert torch.equal(generate(fast, draft="8-bit"), wanted)
+    assert fast.draft("8-bit") is not draft
+    assert torch.equal(wanted, generate(model))
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"draft": "8-bit"}])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
 @pytest.mark.parametrize("write", ["step", "data", "load", "rebind"])
 def test_train_generate_train_generate_is_what_eager_gives(write, options, kernels):
     model, other = gpt(), gpt(seed=1)
     for _ in range(3):
-        reference = generate(
-            copy.deepcopy(model), use_cache=False, **{k: v for k, v in options.items() if k != "draft"}
-        )
+        reference = generate(copy.deepcopy(model), use_cache=False, **options)
         assert torch.equal(generate(model, **options), reference)
+        assert torch.equal(generate(mb.optimize(model.eval()), **options), reference)
         if write == "step":
             optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
             model.train()(IDS).logsumexp(-1).sum().backward()
@@ -83,6 +81,14 @@ def test_train_generate_train_generate_is_what_eager_gives(write, options, kerne
                     weight.data = weight.data + noise
 
 
+@pytest.mark.parametrize("state", ["training", "autocast"])
+def test_training_mode_and_autocast_are_refused(state):
+    model = gpt()
+    model.train(state == "training")
+    with torch.autocast("cpu", enabled=state == "autocast"), pytest.raises(mb.InputError, match=state):
+        mb.optimize(model)
+
+
 def test_what_users_do_to_a_module_works_after_a_generate():
     model = gpt()
     wanted = generate(model)
@@ -93,9 +99,12 @@ def test_what_users_do_to_a_module_works_after_a_generate():
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 0.9, "seed": 3}])
-def test_four_threads_share_a_model(options, kernels):
+@pytest.mark.parametrize("optimized", [False, True])
+def test_four_threads_share_a_model(options, optimized, kernels):
     model = mb.Transformer(replace(gpt().config)).train()
     model.load_state_dict(gpt().state_dict())
+    decoder = mb.optimize(model.eval()) if optimized else model
+    model.train()
     prompts = [(IDS + shift) % 31 for shift in range(4)]
     wanted = [generate(copy.deepcopy(model), prompt, **options) for prompt in prompts]
     found, problems = {}, []
@@ -103,7 +112,7 @@ def test_four_threads_share_a_model(options, kernels):
     def work(number):
         try:
             for _ in range(5):
-                found.setdefault(number, []).append(generate(model, prompts[number], **options))
+                found.setdefault(number, []).append(generate(decoder, prompts[number], **options))
         except Exception as problem:  # shown by the assertion
             problems.append(problem)
 
@@ -153,6 +162,8 @@ def test_a_hook_that_changes_an_output_changes_the_text(kernels):
     model = gpt()
     wanted = generate(model)
     handle = model.decoder.blocks[0].feedforward.register_forward_hook(lambda module, args, out: -3 * out)
+    with pytest.raises(mb.InputError, match=r"decoder\.0\.feedforward has hooks"):
+        mb.optimize(model)
     changed = generate(model)
     assert torch.equal(changed, eager(model))
     assert not torch.equal(changed, wanted)
@@ -216,13 +227,14 @@ def own_forward(model):
 
 
 @pytest.mark.parametrize("change", [swap_linear, swap_block, swap_feedforward, normed_weight, own_forward])
-@pytest.mark.parametrize("options", [{}, {"draft": "8-bit"}])
-def test_modules_of_ones_own_are_run(change, options, kernels):
+def test_modules_of_ones_own_are_run_and_not_optimized(change, kernels):
     model = gpt()
     plain = generate(model)
     change(model)
     model.eval()
-    found = generate(model, **options)
+    with pytest.raises(mb.InputError, match=r"cannot be optimized: \S+ (is a|has)"):
+        mb.optimize(model)
+    found = generate(model)
     assert torch.equal(found, eager(model))
     assert not torch.equal(found, plain)
 
@@ -240,6 +252,8 @@ def test_a_sharded_model_generates(make, tmp_path):
             for block in stack.blocks if stack is not None else ():
                 fsdp.fully_shard(block, mesh=mesh)
         fsdp.fully_shard(model, mesh=mesh)
+        with pytest.raises(mb.InputError, match="cannot be optimized"):
+            mb.optimize(model)
         assert torch.equal(generate(model), wanted)
         model(*[IDS] * (2 if model.encoder is not None else 1)).logsumexp(-1).sum().backward()
     finally:
@@ -319,13 +333,13 @@ def widen(stack):
     return replace(stack, pattern=(replace(run, blocks=tuple(map(with_new_field, run.blocks))),))
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 4}, {"draft": "8-bit"}])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 4}])
 @pytest.mark.parametrize("make", [gpt, translator])
-def test_a_model_with_a_new_field_runs_eagerly_and_says_the_same(make, options, monkeypatch):
+def test_a_model_with_a_new_field_is_not_optimized_and_says_the_same(make, options, monkeypatch):
     taken = record_operator_steps(monkeypatch)
     plain = make()
     ids = IDS.repeat(3, 1)
-    wanted = plain.generate(ids, max_new_tokens=NEW, **options)
+    wanted = mb.optimize(plain).generate(ids, max_new_tokens=NEW, **options)
     assert taken or "num_beams" in options  # a search takes its steps by an operator of its own
     stacks = {
         name: widen(getattr(plain.config, name))
@@ -334,7 +348,8 @@ def test_a_model_with_a_new_field_runs_eagerly_and_says_the_same(make, options, 
     }
     model = mb.Transformer(replace(plain.config, **stacks))
     model.load_state_dict(plain.state_dict())
-    assert prepared_model.prepare(model) is None
+    with pytest.raises(mb.InputError, match="does not support novelty"):
+        mb.optimize(model.eval())
     taken.clear()
     assert torch.equal(model.eval().generate(ids, max_new_tokens=NEW, **options), wanted)
     assert not taken

@@ -97,7 +97,7 @@ def random_proposer(rng, name, model):
 
 def decode_alone(model, ids, settings, source):
     """The texts of one request by whole passes over all its tokens, without a cache, a copy or a draft."""
-    engine = mb.Engine(model, use_cache=False, optimize=False)
+    engine = mb.Engine(model, use_cache=False)
     options = {name: getattr(settings, name) for name in settings.__dataclass_fields__ if name != "draft"}
     engine.add(ids, mb.Settings(**options), source)
     texts = {}
@@ -112,13 +112,13 @@ def run_batch(rng, name, count):
     """Decode `count` random requests with one engine; return (request, found, alone) of those that differ."""
     model = build(name, 0)
     proposer = random_proposer(rng, name, model)
+    use_cache = proposer is not None or rng.random() < 0.9
     engine = mb.Engine(
-        model,
+        mb.optimize(model) if use_cache and rng.random() < 0.7 else model,
         max_rows=rng.choice((3, 7, 64)),
         prefill_chunk=rng.choice((None, None, 1, 2, 5, 17, 30)),
         proposer=proposer,
-        optimize=rng.random() < 0.7,
-        use_cache=proposer is not None or rng.random() < 0.9,
+        use_cache=use_cache,
     )
     has_source, interrupts = MODELS[name].family == "encoder-decoder", rng.random() < 0.5
     requests, texts, cancelled, waiting = {}, {}, set(), count

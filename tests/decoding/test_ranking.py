@@ -80,8 +80,8 @@ def test_kernels_find_the_texts_of_the_plain_model(beams, compiled, monkeypatch)
     sources = [torch.randint(3, 37, (2 + n % 7,), generator=generator).tolist() for n in range(11)]
     settings = Settings(max_new_tokens=17, num_beams=beams, eos_token_id=(2, 7), num_return_sequences=2)
     results = []
-    for optimize in (True, False):
-        engine = Engine(model, max_rows=11 * beams, optimize=optimize)
+    for decoder in (mb.optimize(model), model):
+        engine = Engine(decoder, max_rows=11 * beams)
         for source in sources:
             engine.add((1,), settings, source)
         texts = {}

@@ -9,8 +9,7 @@ from operator_support import use_kernels_for_toys
 from support import build_model, is_encoder_decoder, random_source, random_tokens, tiny_model
 
 import monoblock as mb
-from monoblock.decoding.backends import cpu_step, self_draft
-from monoblock.decoding.backends.prepared_model import prepare
+from monoblock.decoding.backends import cpu_step, prepared_model, self_draft
 from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
@@ -47,7 +46,7 @@ def test_the_text_is_that_of_the_model_alone(name, settings, kind):
     for rows in (1, 3):
         ids = random_source(rows) if is_encoder_decoder(model.config) else random_tokens(rows, 5)
         alone = model.generate(ids, max_new_tokens=19, **options)
-        assert torch.equal(model.generate(ids, max_new_tokens=19, draft=kind, **options), alone)
+        assert torch.equal(mb.optimize(model).generate(ids, max_new_tokens=19, draft=kind, **options), alone)
 
 
 @pytest.mark.parametrize("name", ["t5-small", "bart-base"])
@@ -55,7 +54,7 @@ def test_several_samples_of_one_source_are_those_of_the_model_alone(name):
     model, options = tiny_model(name), {"max_new_tokens": 13, "num_return_sequences": 2, "temperature": 0.9, "seed": 3}
     for rows in (1, 3):
         alone = model.generate(random_source(rows), **options)
-        assert torch.equal(model.generate(random_source(rows), draft="8-bit", **options), alone)
+        assert torch.equal(mb.optimize(model).generate(random_source(rows), draft="8-bit", **options), alone)
 
 
 def decode_with_draft(model, draft, ids, **settings):
@@ -85,18 +84,18 @@ def test_a_draft_that_is_right_saves_steps_and_one_that_is_wrong_proposes_fewer_
     assert wrong.proposed < 4 * steps
 
 
-def test_the_copy_is_kept_and_rebuilt_when_a_weight_has_changed():
-    model, ids = gpt(), random_tokens(1, 5)
+def test_the_copy_is_kept():
+    model, ids = mb.optimize(gpt()), random_tokens(1, 5)
     first = self_draft.make_self_draft(model, "8-bit").model
-    assert first.config.quantize.bits == 8
+    assert first.bits == 8
     model.generate(ids, draft="8-bit", max_new_tokens=3)
     assert self_draft.make_self_draft(model, "8-bit").model is first
-    with torch.no_grad():
-        model.decoder.get_submodule("0.feedforward.up").weight.mul_(1.5)
-    second = self_draft.make_self_draft(model, "8-bit").model
-    assert second is not first
-    assert torch.equal(model.generate(ids, draft="8-bit"), model.generate(ids))
-    assert self_draft.make_self_draft(model, "4-bit").model.config.quantize.bits == 4
+    assert self_draft.make_self_draft(model, "4-bit").model.bits == 4
+
+
+def test_a_plain_model_has_no_copy():
+    with pytest.raises(mb.InputError, match=r"write mb\.optimize\(model\)\.generate"):
+        gpt().generate(random_tokens(1, 5), draft="8-bit")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
@@ -111,7 +110,7 @@ def test_proposals_are_checked_by_the_operator_that_takes_single_steps(rows, mon
         return out
 
     monkeypatch.setattr(cpu_step.FusedStack, "__call__", record)
-    engine = Engine(gpt(), capacity=41)
+    engine = Engine(mb.optimize(gpt()), capacity=41)
     for ids in random_tokens(rows, 5).tolist():
         engine.add(ids, Settings(max_new_tokens=20, draft="8-bit"))
     engine.step()  # prefill
@@ -120,7 +119,7 @@ def test_proposals_are_checked_by_the_operator_that_takes_single_steps(rows, mon
     while engine.busy:
         engine.step()
         steps += 1
-    sizes = [size for stack, size in taken if stack is prepare(engine.model).model.decoder.fused_stack]
+    sizes = [size for stack, size in taken if stack is engine.model.model.decoder.fused_stack]
     assert len(sizes) == steps
     assert 1 < max(sizes) <= cpu_step.MAX_TOKENS // rows
 
@@ -135,7 +134,7 @@ def decode(engine, ids, **options):
 
 def test_the_draft_of_a_request_ends_with_it():
     model, ids = gpt(), random_tokens(1, 5)
-    engine = Engine(model, capacity=41)
+    engine = Engine(mb.optimize(model), capacity=41)
     assert engine.proposer is None
     for options in ({"draft": "8-bit"}, {"num_beams": 4}, {"draft": "4-bit"}, {"draft": "8-bit"}, {}):
         tokens = decode(engine, ids[0].tolist(), **options)
@@ -153,7 +152,7 @@ def test_the_draft_of_a_request_ends_with_it():
 def test_a_draft_of_one_request_refuses_no_other(steps, options):
     """Waiting or running, it is the choice of that request alone."""
     model, ids = gpt(), random_tokens(1, 5)
-    engine, new = Engine(model, capacity=41), {}
+    engine, new = Engine(mb.optimize(model), capacity=41), {}
     first = engine.add(ids[0].tolist(), Settings(max_new_tokens=9, draft="8-bit"))
     outputs = [output for _ in range(steps) for output in engine.step()]
     other = engine.add(ids[0].tolist(), Settings(max_new_tokens=9, **options))
@@ -169,7 +168,7 @@ def test_a_draft_of_one_request_refuses_no_other(steps, options):
 
 def test_the_proposer_of_an_engine_stays():
     proposer = DraftModel(gpt(seed=1))
-    engine, ids = Engine(gpt(), capacity=41, proposer=proposer), random_tokens(1, 5)[0].tolist()
+    engine, ids = Engine(mb.optimize(gpt()), capacity=41, proposer=proposer), random_tokens(1, 5)[0].tolist()
     for options in ({"draft": "8-bit"}, {}):
         decode(engine, ids, **options)
         assert engine.proposer is proposer
@@ -177,12 +176,12 @@ def test_the_proposer_of_an_engine_stays():
 
 def test_a_stream_gives_the_same_text():
     model, ids = gpt(), random_tokens(2, 5)
-    streamed = torch.stack(list(model.stream(ids, max_new_tokens=23, draft="8-bit")), 1)
+    streamed = torch.stack(list(mb.optimize(model).stream(ids, max_new_tokens=23, draft="8-bit")), 1)
     assert torch.equal(streamed, model.generate(ids, max_new_tokens=23)[:, 5:])
 
 
 def test_without_a_compiler_the_model_decodes_alone(monkeypatch):
-    model, ids = gpt(), random_tokens(1, 5)
+    model, ids = mb.optimize(gpt()), random_tokens(1, 5)
     alone = model.generate(ids)
     monkeypatch.setattr(self_draft, "load_kernels", lambda: library.KernelStatus(False, "no compiler"))
     assert self_draft.make_self_draft(model, "8-bit") is None
@@ -196,9 +195,9 @@ def lstm():
 IDS = torch.ones(1, 3, dtype=torch.long)
 INVALID = {
     "another kind": (lambda m: m.generate(IDS, draft="7-bit"), "'8-bit' or '4-bit'"),
-    "beams": (lambda m: m.generate(IDS, draft="8-bit", num_beams=2), "single sequences"),
+    "beams": (lambda m: mb.optimize(m).generate(IDS, draft="8-bit", num_beams=2), "single sequences"),
     "prompt lookup as well": (lambda m: m.generate(IDS, draft="8-bit", prompt_lookup=2), "give one of them"),
-    "no cache": (lambda m: m.generate(IDS, draft="8-bit", use_cache=False), "use_cache=True"),
+    "no cache": (lambda m: m.generate(IDS, draft=m, use_cache=False), "use_cache=True"),
     "an engine without a cache": (
         lambda m: Engine(m, use_cache=False).add([1], Settings(draft="8-bit")),
         "use_cache=True",
@@ -207,7 +206,10 @@ INVALID = {
         lambda m: Engine(m, use_cache=False, proposer=DraftModel(m)),
         "use_cache=True",
     ),
-    "a quantized model": (lambda m: mb.quantize(m).generate(IDS, draft="8-bit"), "quantized to 8 bits already"),
+    "a quantized model": (
+        lambda m: mb.optimize(mb.quantize(m).eval()).generate(IDS, draft="8-bit"),
+        "quantized to 8 bits already",
+    ),
     "another kind, in an engine": (lambda m: Engine(m).add([1], Settings(draft="fast")), "draft='fast' is not valid"),
     "an LSTM": (
         lambda m: Engine(lstm(), capacity=9).add([1], Settings(draft="8-bit")),
@@ -236,8 +238,8 @@ def test_the_quantization_kernel_equals_torch(group):
 
 
 def test_threads_build_one_quantized_copy(monkeypatch):
-    model, counts, barrier = gpt(), [], threading.Barrier(4)
-    quantize = self_draft.quantize
+    model, counts, barrier = mb.optimize(gpt()), [], threading.Barrier(4)
+    quantize = prepared_model.quantize
 
     def count(*args, **options):
         counts.append(1)
@@ -247,7 +249,7 @@ def test_threads_build_one_quantized_copy(monkeypatch):
         barrier.wait()
         return self_draft.make_self_draft(model, "8-bit")
 
-    monkeypatch.setattr(self_draft, "quantize", count)
+    monkeypatch.setattr(prepared_model, "quantize", count)
     with ThreadPoolExecutor(4) as pool:
         drafts = list(pool.map(build, range(4)))
     assert len(counts) == len({id(draft.model) for draft in drafts}) == 1

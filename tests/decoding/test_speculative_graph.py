@@ -6,7 +6,8 @@ import pytest
 import torch
 from support import tiny_model
 
-from monoblock.decoding.backends import prepared_model, select, speculative_graph
+import monoblock as mb
+from monoblock.decoding.backends import select, speculative_graph
 from monoblock.decoding.backends.search.record import Call
 from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
@@ -47,7 +48,8 @@ def models(name):
 
 def decode(model, settings, prompts=PROMPTS, draft=None, capacity=40):
     if draft is None:
-        return run(Engine(model, capacity=capacity, optimize=False), settings, prompts)
+        return run(Engine(model, capacity=capacity), settings, prompts)
+    model = mb.optimize(model) if isinstance(model, mb.Transformer) else model
     return run(Engine(model, capacity=capacity, proposer=draft), settings, prompts)
 
 
@@ -66,7 +68,7 @@ def run(engine, settings, prompts):
 @pytest.mark.parametrize("name", ["gpt2", "llama-7b", "mistral-7b", "gemma2-2b", "bloom-560m"])
 def test_recorded_rounds_give_the_tokens_of_the_model_alone(name, kind, settings, recordings):
     model, drafts = models(name)
-    proposer = DraftModel(drafts[kind])
+    proposer = DraftModel(mb.optimize(drafts[kind]))
     assert decode(model, settings, draft=proposer) == decode(model, settings)
     assert recordings
     assert proposer.proposed > 0
@@ -114,18 +116,19 @@ def test_accepted_tokens_are_looked_up_in_later_rounds():
 def test_a_round_is_recorded_once_for_prompts_of_one_shape(recordings):
     model, drafts = models("gpt2")
     batches = [[[(start + row + 3 * i) % 61 for i in range(6)] for row in range(2)] for start in range(4)]
+    fast, similar, other = (mb.optimize(each) for each in (model, drafts["similar"], drafts["other"]))
     for prompts in batches:
-        assert decode(model, GREEDY, prompts, DraftModel(drafts["similar"])) == decode(model, GREEDY, prompts)
+        assert decode(fast, GREEDY, prompts, DraftModel(similar)) == decode(model, GREEDY, prompts)
     assert len(recordings) == 1
-    assert decode(model, GREEDY, PROMPTS, DraftModel(drafts["similar"])) == decode(model, GREEDY)
-    assert decode(model, GREEDY, PROMPTS, DraftModel(drafts["other"])) == decode(model, GREEDY)
+    assert decode(fast, GREEDY, PROMPTS, DraftModel(similar)) == decode(model, GREEDY)
+    assert decode(fast, GREEDY, PROMPTS, DraftModel(other)) == decode(model, GREEDY)
     assert len(recordings) == 3
 
 
 def test_a_request_that_joins_and_one_that_is_cancelled_change_nothing(recordings):
     model, drafts = models("gpt2")
     expected = decode(model, GREEDY)
-    engine = Engine(model, capacity=40, proposer=DraftModel(drafts["similar"]))
+    engine = Engine(mb.optimize(model), capacity=40, proposer=DraftModel(mb.optimize(drafts["similar"])))
     ids = [engine.add(prompt, GREEDY) for prompt in PROMPTS[:2]]
     tokens = {request: [] for request in range(1, 5)}
     steps = 0
@@ -144,7 +147,7 @@ def test_a_request_that_joins_and_one_that_is_cancelled_change_nothing(recording
 def test_sampling_is_not_recorded(recordings):
     model, drafts = models("gpt2")
     sampled = Settings(max_new_tokens=9, temperature=0.9, seed=3)
-    assert decode(model, sampled, draft=DraftModel(drafts["similar"])) == decode(model, sampled)
+    assert decode(model, sampled, draft=DraftModel(mb.optimize(drafts["similar"]))) == decode(model, sampled)
     assert not recordings
 
 
@@ -155,13 +158,5 @@ def test_the_end_of_the_context_is_reached(recordings):
     prompts = [[3] * (context - 9), [4] * (context - 6)]
     settings = Settings(max_new_tokens=12)
     expected = decode(model, settings, prompts, capacity=context)
-    assert decode(model, settings, prompts, DraftModel(drafts["similar"]), capacity=context) == expected
+    assert decode(model, settings, prompts, DraftModel(mb.optimize(drafts["similar"])), capacity=context) == expected
     assert [len(row) for row in expected] == [9, 6]
-
-
-def test_nothing_is_kept_after_release(recordings):
-    model, drafts = models("gpt2")
-    decode(model, GREEDY, draft=DraftModel(drafts["similar"]))
-    prepared_model.release(model)
-    assert decode(model, GREEDY, draft=DraftModel(drafts["similar"])) == decode(model, GREEDY)
-    assert len(recordings) == 2

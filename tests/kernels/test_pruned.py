@@ -11,7 +11,6 @@ import monoblock as mb
 from monoblock.config.model import Repeat
 from monoblock.decoding.backends.cpu_search import CpuSearchDecoderState
 from monoblock.decoding.backends.inference_copy import build_inference_copy
-from monoblock.decoding.backends.prepared_model import get_inference_copy
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.settings import Settings
@@ -57,7 +56,7 @@ def test_several_threads_encode_with_unequal_layers_as_fp64_does(set_threads):
     operators = search_operators(model)
     assert operators.encoder is not None
     set_threads(2)
-    copy = get_inference_copy(model)
+    copy = mb.optimize(model).model
     results = [CpuSearchDecoderState(copy, 17, 1, operators=operators)._encode_sources(prompts) for _ in range(13)]
     set_threads(1)
     mask = results[0][1]
@@ -74,7 +73,7 @@ def test_a_search_with_pruned_heads_finds_the_texts_of_fp64(set_threads):
     settings = Settings(max_new_tokens=11, num_beams=4, eos_token_id=(2,))
 
     def texts(**options):
-        engine, events = Engine(model, **options), {}
+        engine, events = Engine(model if options else mb.optimize(model), **options), {}
         order = [
             engine.add((1,), settings, tuple(row[: 3 + n % 5].tolist()))
             for n, row in enumerate(random_tokens(9, 7, 37))
@@ -87,7 +86,7 @@ def test_a_search_with_pruned_heads_finds_the_texts_of_fp64(set_threads):
     runs = [texts() for _ in range(2)]
     set_threads(1)
     model.double()
-    expected = texts(optimize=False, use_cache=False)
+    expected = texts(use_cache=False)
     for run in runs:
         assert {n: event.tokens for n, event in run.items()} == {n: event.tokens for n, event in expected.items()}
         assert all(event.score == pytest.approx(expected[n].score, abs=2e-5) for n, event in run.items())

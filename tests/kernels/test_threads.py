@@ -15,7 +15,6 @@ from support import build_model
 
 import monoblock as mb
 from monoblock.decoding.backends import inference_copy
-from monoblock.decoding.backends.prepared_model import get_inference_copy
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 from monoblock.kernels.cpu import library
@@ -38,7 +37,7 @@ def translator():
 def translate(model, **options):
     generator = torch.Generator().manual_seed(2)
     sources = [torch.randint(3, 37, (2 + n % 7,), generator=generator).tolist() for n in range(11)]
-    engine, texts = Engine(model, max_rows=1000, **options), {}
+    engine, texts = Engine(model if options else mb.optimize(model), max_rows=1000, **options), {}
     settings = Settings(max_new_tokens=7, num_beams=4, eos_token_id=(2,))
     order = [engine.add((1,), settings, source) for source in sources]
     while engine.busy:
@@ -66,11 +65,11 @@ def test_a_search_equals_the_plain_one_whatever_the_number_of_threads(limits):
     command = [sys.executable, "-c", "import test_threads; test_threads.print_translations()"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == translate(translator().double(), optimize=False, use_cache=False)
+    assert json.loads(result.stdout) == translate(translator().double(), use_cache=False)
 
 
 def search_model(bias=None):
-    model = get_inference_copy(translator())
+    model = mb.optimize(translator()).model
     return torch.classes.monoblock.SearchModel(
         stack=model.decoder.fused_stack.native_stack,
         output_table=model.output_embedding.detach(),

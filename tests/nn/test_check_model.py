@@ -49,7 +49,6 @@ FUNCTIONS = {
     "optimize": mb.optimize,
     "quantize": mb.quantize,
     "interpolate": lambda model: mb.interpolate(model, 12),
-    "release": mb.release,
     "add_lora": mb.add_lora,
     "merge_lora": mb.merge_lora,
     "unmerge_lora": mb.unmerge_lora,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from monoblock.decoding.backends.eager import CachedDecoderState
+from monoblock.decoding.backends.prepared_model import PreparedModel
 from monoblock.decoding.backends.protocol import RollbackState
 from monoblock.decoding.backends.select import Backend, choose_backend
 from monoblock.decoding.backends.speculative_graph import DraftProposals, records_rounds
@@ -32,12 +33,15 @@ class DraftModel:
     mode, like the main model.
     """
 
-    def __init__(self, model: Transformer, max_proposals: int = 4, max_checked: int | None = None) -> None:
-        check_model(model, Transformer, "DraftModel")
+    def __init__(
+        self, model: Transformer | PreparedModel, max_proposals: int = 4, max_checked: int | None = None
+    ) -> None:
+        if not isinstance(model, PreparedModel):
+            check_model(model, Transformer, "DraftModel")
         check_count("max_proposals", max_proposals, 1)
         if max_checked is not None:
             check_count("max_checked", max_checked, 1)
-        if model.decoder is None:
+        if model.config.decoder is None:
             raise InputError(f"{with_article(model.config.family)} model cannot generate text; give a decoder as draft")
         self.model, self.max_proposals, self.max_checked = model, max_proposals, max_checked
         self.num_proposals = max_proposals  # how many tokens the next call proposes

@@ -1,6 +1,6 @@
 """The decoding engine: it decodes a changing set of requests in one batch, one token per request in each step.
 
-    engine = Engine(model)
+    engine = Engine(mb.optimize(model))
     request_id = engine.add((5, 7, 11), Settings(max_new_tokens=20))
     while engine.busy:
         for output in engine.step():
@@ -8,7 +8,8 @@
 
 `generate`, `stream`, beam search and speculative decoding all use it.  Each row of the batch has its own settings and
 length, and its tokens do not depend on the other rows.  A request with another number of rows or beams waits until the
-running requests are finished.  A backend computes the steps; backends/select.py chooses it.
+running requests are finished.  A backend computes the steps (backends/select.py): that of a plain model runs its
+modules, that of an optimized model its fast copy.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from monoblock.decoding.backends.prepared_model import GenerativeModel
 from monoblock.decoding.backends.protocol import DecoderState
 from monoblock.decoding.backends.select import Backend, choose_backend
 from monoblock.decoding.backends.self_draft import make_self_draft
@@ -30,9 +32,7 @@ from monoblock.decoding.running_batch import RunningBatch
 from monoblock.decoding.settings import NO_DRAFT_WITH_BEAMS, Settings, check_count
 from monoblock.decoding.speculative import Proposer
 from monoblock.errors import InputError
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.tap import Tap
-from monoblock.nn.transformer import Transformer
 
 GREEDY = Settings()
 DRAFT_NEEDS_CACHE = "speculative decoding needs the key/value cache; write use_cache=True, or leave out the draft"
@@ -47,14 +47,13 @@ class Engine:
     prefill_chunk: the maximum number of prompt tokens in one pass; by default the whole prompt.
     proposer: proposes tokens for speculative decoding.
     max_burst: the maximum number of steps that a GPU runs before Python reads the tokens.
-    optimize: whether to decode with a faster inference copy of the model where possible.
     tap: a function that observes or replaces activations, see nn/tap.py.
     ensemble: further models with the same vocabulary, whose log-probabilities are averaged with those of `model`.
     """
 
     def __init__(
         self,
-        model: Transformer | Recurrent,
+        model: GenerativeModel,
         *,
         max_rows: int = 64,
         capacity: int | None = None,
@@ -62,9 +61,8 @@ class Engine:
         prefill_chunk: int | None = None,
         proposer: Proposer | None = None,
         max_burst: int = MAX_BURST,
-        optimize: bool = True,
         tap: Tap | None = None,
-        ensemble: Sequence[Transformer | Recurrent] = (),
+        ensemble: Sequence[GenerativeModel] = (),
     ) -> None:
         options = {"max_rows": max_rows, "capacity": capacity, "prefill_chunk": prefill_chunk, "max_burst": max_burst}
         for name, value in options.items():
@@ -75,9 +73,9 @@ class Engine:
         if proposer is not None and not hasattr(proposer, "propose"):
             raise InputError(f"proposer={proposer!r:.60} proposes no tokens; write PromptLookup() or DraftModel(model)")
         self.model, self.use_cache, self.has_ensemble = model, use_cache, bool(ensemble)
-        backend = choose_backend(model, use_cache=use_cache, optimize=optimize, tap=tap)
+        backend = choose_backend(model, use_cache=use_cache, tap=tap)
         if ensemble:
-            others = [choose_backend(other, use_cache=use_cache, optimize=optimize, tap=tap) for other in ensemble]
+            others = [choose_backend(other, use_cache=use_cache, tap=tap) for other in ensemble]
             backend = EnsembleBackend([backend, *others])
         if proposer is not None and not use_cache:
             raise InputError(DRAFT_NEEDS_CACHE)
@@ -188,10 +186,6 @@ class Engine:
                 request.restart()
             self.waiting = deque((*running, *waiting))
             raise
-
-    def follow_model_changes(self) -> None:
-        """Use the model as it is now; call this before a step if its weights or modules may have changed."""
-        self.batch.follow_model_changes()
 
     def _step(self) -> list[RequestOutput]:
         new = self._admit_waiting()  # may remove finished requests, so `self.running` is read afterwards

@@ -59,18 +59,6 @@ class EnsembleBackend:
             stack.enter_context(member.inference())
         return stack
 
-    def renew(self, state: DecoderState | None) -> tuple[Backend, DecoderState | None] | None:
-        states: Sequence[DecoderState | None] = [None] * len(self.members)
-        if isinstance(state, EnsembleDecoderState):
-            states = state.members
-        renewed = [member.renew(own) for member, own in zip(self.members, states, strict=True)]
-        if all(one is None for one in renewed):
-            return None
-        pairs = [new or old for new, old in zip(renewed, zip(self.members, states, strict=True), strict=True)]
-        new_states = [own for _, own in pairs if own is not None]
-        new_state = EnsembleDecoderState(new_states) if len(new_states) == len(pairs) else None
-        return EnsembleBackend([member for member, _ in pairs]), new_state
-
 
 class EnsembleDecoderState:
     """The decoder states of several models, which hold the same rows."""

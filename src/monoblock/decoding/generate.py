@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from monoblock.decoding.backends.prepared_model import GenerativeModel, PreparedModel
 from monoblock.decoding.backends.self_draft import make_self_draft
 from monoblock.decoding.batch_rows import default_max_rows
 from monoblock.decoding.draft_model import DraftModel
@@ -27,7 +28,11 @@ LONG_BURST = 128  # steps before tokens are read, if no text can end before its 
 
 
 def generate(
-    model: Transformer | Recurrent, ids: Tensor, *, return_scores: bool = False, **options: Unpack[ModelOptions]
+    model: GenerativeModel,
+    ids: Tensor,
+    *,
+    return_scores: bool = False,
+    **options: Unpack[ModelOptions],
 ) -> Tensor | GeneratedTokens:
     """Continue prompts and return them with their new tokens.
 
@@ -49,7 +54,7 @@ def generate(
     return GeneratedTokens(call.to_tensor(rows), call.score(rows)) if return_scores else call.to_tensor(rows)
 
 
-def stream(model: Transformer | Recurrent, ids: Tensor, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
+def stream(model: GenerativeModel, ids: Tensor, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
     """Yield the new tokens step by step, each time one per sequence: a tensor of shape (B · num_return_sequences,).
 
     A sequence that has ended yields the padding token.  The arguments are those of `generate`.
@@ -59,7 +64,6 @@ def stream(model: Transformer | Recurrent, ids: Tensor, **options: Unpack[ModelO
         raise InputError(
             "beam search knows its text only at the end, so it cannot be streamed; write num_beams=1, or call generate"
         )
-    call.engine.follow_model_changes()
     return _stream_tokens(call)
 
 
@@ -68,7 +72,7 @@ def _stream_tokens(call: GenerateCall) -> Iterator[Tensor]:
         (request, index): [] for request in call.request_ids for index in range(call.num_return_sequences)
     }
     finished: set[tuple[int, int]] = set()
-    for outputs in call.steps(follow_model_changes=True):
+    for outputs in call.steps():
         for output in outputs:
             pending[output.request_id, output.sequence_index] += output.tokens
             if output.finish_reason:
@@ -85,7 +89,12 @@ class GenerateCall:
     """
 
     def __init__(
-        self, model: Transformer | Recurrent, ids: Tensor, options: dict[str, Any], *, waits_for_end: bool = False
+        self,
+        model: GenerativeModel,
+        ids: Tensor,
+        options: dict[str, Any],
+        *,
+        waits_for_end: bool = False,
     ) -> None:
         mask = options.pop("attention_mask", None)
         use_cache, tap = options.pop("use_cache", True), options.pop("tap", None)
@@ -96,16 +105,17 @@ class GenerateCall:
         if isinstance(draft, str):
             options["draft"], draft = draft, None
         seeds = split_seeds(options.pop("seed", None), len(ids))
-        self.settings, self.ids, self.model, self.tap = parse_settings(options), ids, model, tap
+        self.settings, self.ids, self.tap = parse_settings(options), ids, tap
+        self.model = plain = model.plain if isinstance(model, PreparedModel) else model
         proposer = _make_proposer(model, draft, lookup, self.settings.draft)
         inputs = _unpad_prompts(ids, mask)
         pad = self.settings.pad_token_id
         self.pad_token = pad if pad is not None else (*self.settings.eos_token_id, 0)[0]
         self.prompts: list[tuple[list[int], list[int] | None]] = [(row, None) for row in inputs]
         if truncation is not None:
-            limit = truncated_length(model, truncation, self.settings.max_new_tokens)
+            limit = truncated_length(plain, truncation, self.settings.max_new_tokens)
             self.prompts = [(row[-limit:] if limit is not None else row, None) for row in inputs]
-        if model.encoder is not None and model.decoder is not None:
+        if plain.encoder is not None and plain.decoder is not None:
             first = start if start is not None else (pad if pad is not None else 0)
             targets = [[first]] * len(inputs) if decoder_ids is None else _unpad_prompts(decoder_ids, None)
             if len(targets) != len(inputs):
@@ -116,10 +126,10 @@ class GenerateCall:
         longest = max(len(prompt) for prompt, _ in self.prompts)
         if isinstance(proposer, DraftModel) and not proposer.fits_prompt(longest):
             proposer = None  # a draft changes only the speed, so decode without it
-        capacity = _required_capacity(model, longest, self.settings)
+        capacity = _required_capacity(plain, longest, self.settings)
         self.engine = Engine(
             model,
-            max_rows=max(default_max_rows(model, capacity), self.settings.rows_per_prompt),
+            max_rows=max(default_max_rows(plain, capacity), self.settings.rows_per_prompt),
             capacity=capacity,
             use_cache=use_cache,
             proposer=proposer,
@@ -133,10 +143,8 @@ class GenerateCall:
         ]
         self.num_return_sequences = self.settings.num_return_sequences
 
-    def steps(self, *, follow_model_changes: bool = False) -> Iterator[list[RequestOutput]]:
+    def steps(self) -> Iterator[list[RequestOutput]]:
         while self.engine.busy:
-            if follow_model_changes:
-                self.engine.follow_model_changes()
             outputs = self.engine.step()
             for output in outputs:
                 if output.error is not None:
@@ -159,8 +167,8 @@ class GenerateCall:
 
 
 def _make_proposer(
-    model: Transformer | Recurrent,
-    draft: Transformer | Recurrent | None,
+    model: GenerativeModel,
+    draft: GenerativeModel | None,
     lookup: int | None,
     self_draft_kind: str | None,
 ) -> Proposer | None:

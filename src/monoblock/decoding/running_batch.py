@@ -40,10 +40,6 @@ class RunningBatch:
         if proposer is not None:
             proposer.reset(capacity, rows_per_prompt)
 
-    def follow_model_changes(self) -> None:
-        if (renewed := self.backend.renew(self.state)) is not None:
-            (self.backend, self.state), self.filters = renewed, None
-
     def prefill(self, new: list[Request]) -> Tensor:
         """Add requests to the batch and return the logits (new rows, V) after their prompts and tokens."""
         assert self.state is not None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from monoblock.config.model import ModelConfig
-from monoblock.decoding.backends.optimize import optimize
+from monoblock.decoding.backends.prepared_model import arrange_weights, reason_not_to_optimize
 from monoblock.errors import FileError, InputError
 from monoblock.interop.folder import CONFIG_FILE, load_model
 from monoblock.interop.hub import resolve_model_path
@@ -47,6 +47,7 @@ def load(
     ignore_fields: Sequence[str] = (),
     ensemble: Sequence[str | Path] = (),
     world: World | None = None,
+    optimize: bool = True,
 ) -> Pipeline:
     """Load a run folder, a Hugging Face folder or a GGUF file as a Pipeline; owner/name is fetched from the hub.
 
@@ -59,6 +60,8 @@ def load(
     ensemble: further models with the same tokenizer; to generate, the log-probabilities of all models are averaged.
     world: the processes that share every matrix of the model, from `mb.join_processes()`; all must call this and the
         methods of the pipeline, with the same arguments. Each reads and stores a part of the weights only.
+    optimize: generate with a fast copy of the model (see `mb.optimize`), made at the first text; later changes of
+        `pipeline.model`, such as hooks, are then not seen. False runs the modules of the model itself.
     """
     mesh = None if world is None else world.tensor_mesh
     if mesh is not None:
@@ -71,7 +74,7 @@ def load(
     for name, other in zip(ensemble, others, strict=True):
         if other.tokenizer is None or other.tokenizer.fingerprint != loaded.tokenizer.fingerprint:
             raise InputError(f"{name} has another tokenizer than {folder}; the models of an ensemble must share one")
-    loaded.ensemble = tuple(other.model for other in others)
+    loaded.ensemble, loaded.optimize = tuple(other.model for other in others), optimize
     return Pipeline(loaded, task)
 
 
@@ -137,7 +140,10 @@ def _load_model(
         return load_model(Recurrent, folder, dtype=dtype, device=device, mesh=mesh)
     if mesh is not None:
         return load_model(model_class, folder, dtype=dtype, device=device, ignore_fields=ignore_fields, mesh=mesh)
-    return optimize(model_class.from_pretrained(folder, dtype=dtype, device=device, ignore_fields=ignore_fields))
+    model = model_class.from_pretrained(folder, dtype=dtype, device=device, ignore_fields=ignore_fields).eval()
+    if model.device.type == "cuda" and reason_not_to_optimize(model) is None:
+        arrange_weights(model)
+    return model
 
 
 def _read_labels(folder: Path, model: Transformer | Recurrent) -> list[str]:

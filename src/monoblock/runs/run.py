@@ -13,6 +13,7 @@ from torch import Tensor
 from monoblock.config.inputs import EmbeddingConfig
 from monoblock.config.model import ModelConfig
 from monoblock.config.positions import Sinusoid
+from monoblock.decoding.evaluation_mode import evaluation_mode
 from monoblock.interop.companions import read_published_fields
 from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config
@@ -221,8 +222,11 @@ class Run:
         model = (self.model if model is None else model).to(self.trainer.runtime.device)
         defaults = read_generation_defaults(self.folder, tokenizer)
         labels, section = self.task_data.labels, recipe.task
-        loaded = LoadedModel(model, tokenizer, defaults, recipe.data, labels=labels, task_section=section)
-        return score(loaded, self.task_data.validation_rows, recipe.generate.scored_rows)
+        loaded = LoadedModel(
+            model, tokenizer, defaults, recipe.data, labels=labels, task_section=section, optimize=True
+        )
+        with evaluation_mode(model):
+            return score(loaded, self.task_data.validation_rows, recipe.generate.scored_rows)
 
     def sample_text(self, model: Any) -> str:
         """Return a text sampled from a decoder-only model with the settings of the recipe; "" for other models."""

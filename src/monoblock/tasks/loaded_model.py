@@ -11,9 +11,11 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from monoblock.config.model import PatchConfig
+from monoblock.decoding.backends.prepared_model import GenerativeModel, reason_not_to_optimize
 from monoblock.decoding.batch_rows import default_max_rows
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.generate import truncated_length
+from monoblock.decoding.optimized import optimize
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.settings import Settings, check_effects, parse_settings
 from monoblock.decoding.streaming_text import StreamingText, TextChunk, stream_chunks
@@ -99,6 +101,15 @@ class LoadedModel:
     pooling: str | None = None  # the pooling of embeddings that is stored with the model: "mean", "cls" or "last"
     image_preprocessing: ImagePreprocessing = field(default_factory=ImagePreprocessing)
     ensemble: tuple[Transformer | Recurrent, ...] = ()  # further models; generation averages their log-probabilities
+    optimize: bool = False  # whether to generate with optimized copies, made at the first text (see `mb.optimize`)
+
+    @cached_property
+    def _generators(self) -> list[GenerativeModel]:
+        """The model and those of the ensemble as they generate: optimized, where that is wanted and possible."""
+        models = (self.model, *self.ensemble)
+        return [
+            optimize(model) if self.optimize and reason_not_to_optimize(model) is None else model for model in models
+        ]
 
     def section(self, kind: type[S]) -> S:
         """Return the task section of the training recipe if it has the type `kind`, else a `kind` with its defaults."""
@@ -285,7 +296,8 @@ class LoadedModel:
         lengths = [len(prompt.ids) + own.max_new_tokens for prompt, own in zip(prompts, settings, strict=True)]
         capacity = self._limit_length(max(lengths))
         max_rows = max(default_max_rows(self.model, capacity), *(own.rows_per_prompt for own in settings))
-        engine = Engine(self.model, max_rows=max_rows, capacity=capacity, ensemble=self.ensemble)
+        model, *ensemble = self._generators
+        engine = Engine(model, max_rows=max_rows, capacity=capacity, ensemble=ensemble)
         prompt_of_request = {
             engine.add(prompt.ids, own, prompt.source): index
             for index, (prompt, own) in enumerate(zip(prompts, settings, strict=True))

@@ -22,8 +22,8 @@ PROGRAMS = {
     "monoblock": f"""{TIMER}import torch, monoblock as mb
 torch.set_num_threads(int(threads))
 mb.Transformer
-{MARK}model = mb.Transformer.from_pretrained(path, device=device)
-{MARK}model.generate(torch.tensor([{PROMPT}], device=device), max_new_tokens=1).tolist()
+{MARK}model = mb.Transformer.from_pretrained(path, device=device).eval()
+{MARK}mb.optimize(model).generate(torch.tensor([{PROMPT}], device=device), max_new_tokens=1).tolist()
 {MARK}{REPORT}""",
     "transformers": f"""{TIMER}import os, torch, transformers
 torch.set_num_threads(int(threads))

@@ -19,6 +19,7 @@ import torch
 from monoblock.cli._shared.bench_runners import RunnerUnavailable, silence_transformers
 from monoblock.config.families import vaswani
 from monoblock.decoding.engine import Engine
+from monoblock.decoding.optimized import optimize
 from monoblock.decoding.settings import Settings
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import quantize
@@ -116,8 +117,9 @@ def search_batches(
 ) -> TokenRows:
     """Translate the rows in batches with our engine; return the best target of each row."""
     targets: TokenRows = [[] for _ in rows]
+    fast = optimize(model)
     for indices in batch_indices(rows):
-        engine = Engine(model, max_rows=BATCH * settings.num_beams, capacity=new + 1)
+        engine = Engine(fast, max_rows=BATCH * settings.num_beams, capacity=new + 1)
         index_by_request = {engine.add(start, settings, rows[index]): index for index in indices}
         while engine.busy:
             for event in engine.step():

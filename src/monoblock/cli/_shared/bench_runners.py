@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from monoblock.decoding.optimized import optimize
 from monoblock.errors import MonoblockError
 from monoblock.nn.transformer import Transformer
 
@@ -65,10 +66,10 @@ def monoblock_runner(
         if model.config.quantize is not None:
             raise RunnerUnavailable("the model is already quantized")
         model = quantize(model, bits=bits, activation_bits=activation_bits).eval()
-    device = setup.device
+    fast, device = optimize(model), setup.device
 
     def run(ids: list[list[int]], new: int) -> Any:
-        return model.generate(torch.tensor(ids, device=device), max_new_tokens=new, draft=draft)
+        return fast.generate(torch.tensor(ids, device=device), max_new_tokens=new, draft=draft)
 
     return Runner(run, count_weight_bytes(model))
 

@@ -2,9 +2,9 @@
 
     copy = build_inference_copy(model)      # a Transformer in evaluation mode; the model itself is not changed
 
-Parameters are shared, not copied, so training the model also changes the copy.  There are two exceptions on a GPU:
-projections that are computed together (fused_linear.py) and an output table with padding (padded_vocabulary.py).  These
-are copied, unless `optimize(model)` has arranged the weights in memory; `refresh` updates them.
+Parameters are shared, not copied.  There are two exceptions on a GPU: projections that are computed together
+(fused_linear.py) and an output table with padding (padded_vocabulary.py).  These are copied, unless the weights have
+been arranged in memory for them (`mb.optimize`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ from monoblock.nn.block import Block
 from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.heads import Head
-from monoblock.nn.modules.tree import list_modules
 from monoblock.nn.norm import Norm
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
@@ -101,32 +100,6 @@ def reason_for_no_copy(model: Transformer) -> str | None:
     return reason_to_run_as_is(model)
 
 
-# Attributes that every nn.Module has.  `signature` leaves them out: it lists parameters and buffers separately.
-_MODULE_STATE = frozenset(nn.Module().__dict__)
-
-
-def signature(model: Transformer) -> tuple[object, ...]:
-    """Return a tuple that changes when a tensor or an attribute of the model is replaced, but not when it is trained.
-
-    The inference copy is built again when the signature of its model has changed.
-    """
-    modules = list_modules(model)
-    layouts = (
-        (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        for module in modules
-        for tensors in (module._parameters, module._buffers)
-        for tensor in tensors.values()
-        if tensor is not None
-    )
-    attributes = (
-        value if isinstance(value, (int, float, str)) else id(value)
-        for module in modules
-        for name, value in module.__dict__.items()
-        if name not in _MODULE_STATE
-    )
-    return (*layouts, *attributes)
-
-
 def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Transformer:
     """Build the inference copy of a model.
 
@@ -156,18 +129,6 @@ def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Tra
                     module.uses_row_kernel = True
             _use_fused_stack(copied)
         return copied
-
-
-def refresh(copied: Transformer) -> None:
-    """Update the weights that an inference copy does not share with its model: joined layers and a padded table."""
-    with torch.inference_mode(False), torch.no_grad():
-        for module in list_modules(copied):
-            if isinstance(module, (InferenceAttention, InferenceFeedForward)) and module.fused is not None:
-                module.fused.refresh()
-            elif isinstance(module, InferenceHead) and module.padded is not None:
-                module.padded.refresh()
-            elif isinstance(module, InferenceQuantizedLinear | InferenceQuantizedEmbedding):
-                module.refresh()
 
 
 def is_cpu_fp32(model: nn.Module) -> bool:

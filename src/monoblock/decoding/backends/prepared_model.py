@@ -1,119 +1,157 @@
-"""Everything that decoding prepares for a model, in one object that is freed with the model.
-
-    prepared = prepare(model)       # None if the model cannot be decoded with an inference copy
-    prepared.model                  # the inference copy
-    release(model)                  # free everything now
-
-A `PreparedModel` owns the inference copy, the beam-search operators, recorded CUDA graphs and the buffers of beam
-searches that wait for the next call, and the quantized copies that propose tokens in speculative decoding.  It never
-refers to the model itself, so all of this is freed when the model is freed.  A recorded round of speculative decoding
-also refers to the inference copy of the draft.
-"""
+"""What decodes a model fast, in one object: its fast copy, search operators, CUDA graphs and quantized copies."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
+from typing import Literal
 
 import torch
 
+from monoblock.config.model import ModelConfig
 from monoblock.decoding.backends.cpu_search_operators import SearchOperators, build_search_operators
 from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState
-from monoblock.decoding.backends.inference_copy import build_inference_copy, reason_for_no_copy, refresh, signature
+from monoblock.decoding.backends.inference.fused_linear import join_storage
+from monoblock.decoding.backends.inference.gpu_quantized_linear import can_join_quantized
+from monoblock.decoding.backends.inference.padded_vocabulary import make_room, needs_padding, output_table
+from monoblock.decoding.backends.inference_copy import build_inference_copy, reason_for_no_copy
 from monoblock.decoding.backends.search.cuda_search import BufferPool
 from monoblock.decoding.backends.speculative_graph import SPARE_TOKENS, SpeculativeGraphState
+from monoblock.errors import InputError
+from monoblock.nn.attention import Attention
 from monoblock.nn.check_model import check_model
+from monoblock.nn.feedforward import FeedForward
+from monoblock.nn.linear import can_join
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
+from monoblock.quantization.convert import quantize
 
-_PREPARED: WeakKeyDictionary[Transformer, PreparedModel] = WeakKeyDictionary()
-_lock = threading.RLock()
+DRAFT_BITS: dict[str, Literal[4, 8]] = {"8-bit": 8, "4-bit": 4}
 
 
 class PreparedModel:
-    """What decoding has prepared for one model: its inference copy, search operators, CUDA graph and quantized drafts.
+    """The fast copy of a model with its search operators, recorded graphs and quantized copies (see `OptimizedModel`).
 
     Several threads may decode with it at the same time.
     """
 
-    def __init__(self, model: Transformer) -> None:
-        self.signature = signature(model)
+    def __init__(self, model: Transformer | Recurrent) -> None:
+        check_model(model, (Transformer, Recurrent), "optimize")
+        if (reason := reason_not_to_optimize(model)) is not None:
+            raise InputError(f"this model cannot be optimized: {reason}; call model.generate, which runs its modules")
+        assert isinstance(model, Transformer)
+        self.plain = model
         self.model = build_inference_copy(model)
-        self._drafts: dict[str, tuple[Sequence[int], Transformer]] = {}  # by kind: weight versions, quantized copy
+        self._drafts: dict[str, PreparedModel] = {}
         self._idle_graphs: dict[type[CudaGraphDecoderState], CudaGraphDecoderState] = {}
         self._search_buffers = BufferPool(self.model)
-        self._search_operators: SearchOperators | None = None
-        self._has_search_operators = False
+        self._search_operators: list[SearchOperators | None] = []  # empty until they are first asked for
+        self._lock = threading.RLock()
 
-    def get_search_operators(self) -> SearchOperators | None:
+    @property
+    def config(self) -> ModelConfig:
+        return self.plain.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.plain.device
+
+    @property
+    def bits(self) -> int | None:
+        """The bits of a quantized weight; None if the weights are not quantized."""
+        return None if self.config.quantize is None else self.config.quantize.bits
+
+    def close(self) -> None:
+        """Free recorded graphs, buffers and quantized copies; they are made again when they are needed."""
+        with self._lock:
+            self._drafts, self._idle_graphs, self._search_operators = {}, {}, []
+            self._search_buffers = BufferPool(self.model)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __repr__(self) -> str:
+        bits = "" if self.bits is None else f", {self.bits} bits"
+        return f"{type(self).__name__}({self.config.family}, {self.device}{bits})"
+
+    def search_operators(self) -> SearchOperators | None:
         """Return the beam-search operators, built on first use; None if the model is not supported."""
-        with _lock:
-            if not self._has_search_operators:
-                self._search_operators = build_search_operators(self.model)
-                self._has_search_operators = True
-            return self._search_operators
+        with self._lock:
+            if not self._search_operators:
+                self._search_operators = [build_search_operators(self.model)]
+            return self._search_operators[0]
 
-    def get_draft(self, kind: str, versions: Sequence[int], build: Callable[[], Transformer]) -> Transformer:
-        """Return the quantized copy of a kind, built on first use and again when the versions of weights change."""
-        with _lock:
-            stored = self._drafts.get(kind)
-            if stored is None or stored[0] != versions:
+    def draft(self, kind: str) -> PreparedModel:
+        """Return the copy of the model quantized to "8-bit" or "4-bit", made on first use."""
+        with self._lock:
+            if kind not in self._drafts:
                 with torch.inference_mode(False), torch.no_grad():
-                    stored = self._drafts[kind] = versions, build()
-            return stored[1]
+                    self._drafts[kind] = PreparedModel(quantize(self.plain, bits=DRAFT_BITS[kind]).eval())
+            return self._drafts[kind]
 
-    def make_graph_state(self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None) -> CudaGraphDecoderState:
+    def make_graph_state(
+        self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None, *, speculative: bool
+    ) -> CudaGraphDecoderState:
         """Return a state that replays a CUDA graph: the one that an earlier call has kept, if it fits, or a new one."""
-        return self._make_state(CudaGraphDecoderState, capacity, rows_per_prompt, prefill_chunk)
-
-    def make_speculative_state(
-        self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None
-    ) -> CudaGraphDecoderState:
-        """Return a state that replays rounds of speculative decoding, likewise."""
-        return self._make_state(SpeculativeGraphState, capacity + SPARE_TOKENS, rows_per_prompt, prefill_chunk)
-
-    def _make_state(
-        self, kind: type[CudaGraphDecoderState], capacity: int, rows_per_prompt: int, prefill_chunk: int | None
-    ) -> CudaGraphDecoderState:
-        with _lock:
+        kind = SpeculativeGraphState if speculative else CudaGraphDecoderState
+        capacity += SPARE_TOKENS if speculative else 0
+        with self._lock:
             state = self._idle_graphs.pop(kind, None)
         if state is not None and state.fits(capacity, rows_per_prompt, prefill_chunk):
             return state
-        shape, pool = (capacity, rows_per_prompt, prefill_chunk), self._search_buffers
-        return kind(self.model, *shape, give_back=self._keep_graph, pool=pool)
+        return kind(
+            self.model,
+            capacity,
+            rows_per_prompt,
+            prefill_chunk,
+            give_back=self._keep_graph,
+            pool=self._search_buffers,
+        )
 
     def _keep_graph(self, state: CudaGraphDecoderState) -> None:
-        with _lock:
+        with self._lock:
             self._idle_graphs[type(state)] = state
 
 
-def prepare(model: Transformer) -> PreparedModel | None:
-    """Return what decoding has prepared for a model: build it in the first call, update its weights in later ones.
+def reason_not_to_optimize(model: Transformer | Recurrent) -> str | None:
+    """Return why a model has no fast path, or None if it has one."""
+    if isinstance(model, Recurrent):
+        return "it is an LSTM"
+    if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
+        return "it generates no text"
+    if model.training:
+        return "it is in training mode (write model.eval() first)"
+    return reason_for_no_copy(model)
 
-    Return None if the model cannot be decoded with an inference copy (see `reason_for_no_copy`).
+
+def arrange_weights(model: Transformer) -> None:
+    """Place weights that a GPU uses in one product next to each other, and leave room to pad the output table.
+
+    The fast copy then needs no second copy of them.  Parameters keep their names, shapes and values.
     """
-    if reason_for_no_copy(model) is not None:
-        return None
-    with _lock:
-        prepared = _PREPARED.get(model)
-        if prepared is None or prepared.signature != signature(model):
-            prepared = _PREPARED[model] = PreparedModel(model)
-        else:
-            refresh(prepared.model)
-    return prepared
+    join_projection_storage(model)
+    table = output_table(model)
+    if table is not None and needs_padding(table):
+        with torch.no_grad():
+            make_room(table)
 
 
-def release(model: Transformer) -> None:
-    """Free everything that decoding has prepared for a model; the next call of `prepare` builds it again."""
-    check_model(model, (Transformer, Recurrent), "release")
-    with _lock:
-        _PREPARED.pop(model, None)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def join_projection_storage(model: Transformer) -> None:
+    """Place the query, key and value weights of each attention layer in one storage, and likewise gate and up."""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Attention):
+                layers = [module.query, module.key, module.value]
+            elif isinstance(module, FeedForward) and module.gate is not None and module.config.clamp is None:
+                layers = [module.gate, module.up]
+            else:
+                continue
+            if can_join(layers):
+                join_storage([layer.weight for layer in layers])
+                if layers[0].bias is not None:
+                    join_storage([layer.bias for layer in layers])
+            elif can_join_quantized(layers):
+                for buffers in zip(*(layer.packed_matrix for layer in layers), strict=True):
+                    if buffers[0] is not None:
+                        join_storage(buffers)
 
 
-def get_inference_copy(model: Transformer) -> Transformer:
-    """Return the inference copy of a model, or the model itself if it cannot be decoded with a copy."""
-    prepared = prepare(model)
-    return model if prepared is None else prepared.model
+GenerativeModel = Transformer | PreparedModel | Recurrent  # what the engine decodes

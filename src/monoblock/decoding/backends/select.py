@@ -4,9 +4,9 @@
 |------------|--------------------------------------------------------------------------------------------------|
 | lstm       | an LSTM                                                                                          |
 | uncached   | use_cache=False                                                                                  |
-| cuda_graph | a GPU, modules of this package, blocks in its allow-list, no draft                               |
-| cpu_search | several rows per prompt on a CPU with a compiler, blocks in its allow-list, no draft             |
-| cached     | otherwise: on the inference copy, or on the model itself if it has hooks or user-defined modules |
+| cuda_graph | an optimized model on a GPU, blocks in its allow-list                                            |
+| cpu_search | an optimized model, several rows per prompt on a CPU with a compiler, blocks in its allow-list   |
+| cached     | otherwise: the modules of the model, or of the fast copy of an optimized model                   |
 """
 
 from __future__ import annotations
@@ -15,18 +15,15 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from monoblock.config.inputs import EmbeddingConfig
 from monoblock.config.positions import Learned
 from monoblock.decoding.backends.cpu_search import CpuSearchDecoderState
 from monoblock.decoding.backends.cuda_graph import supports_cuda_graph
-from monoblock.decoding.backends.custom_modules import reason_to_run_as_is
 from monoblock.decoding.backends.eager import CachedDecoderState, UncachedDecoderState
 from monoblock.decoding.backends.lstm import LSTMDecoderState
-from monoblock.decoding.backends.model_version import ModelVersion
-from monoblock.decoding.backends.prepared_model import prepare
-from monoblock.decoding.backends.protocol import DecoderState, can_burst
+from monoblock.decoding.backends.prepared_model import GenerativeModel, PreparedModel
+from monoblock.decoding.backends.protocol import DecoderState
 from monoblock.decoding.evaluation_mode import evaluation_mode
 from monoblock.decoding.prompt import PromptLimits
 from monoblock.errors import InputError, with_article
@@ -60,26 +57,21 @@ class Backend(PromptLimits, Protocol):
         """Return the context manager in which every pass runs: no gradients, evaluation mode."""
         ...
 
-    def renew(self, state: DecoderState | None) -> tuple[Backend, DecoderState | None] | None:
-        """Return a new backend and a new state if the model has changed since the last call, else None.
 
-        The new state continues the rows of `state`.  The first call returns None and remembers the model.
-        """
-        ...
-
-
-def choose_backend(
-    model: Transformer | Recurrent, *, use_cache: bool = True, optimize: bool = True, tap: Tap | None = None
-) -> Backend:
-    """Choose the backend for a model; `optimize=False` runs the model itself instead of an inference copy."""
-    check_model(model, (Transformer, Recurrent), "Engine")
+def choose_backend(model: GenerativeModel, *, use_cache: bool = True, tap: Tap | None = None) -> Backend:
+    """Choose the backend for a model."""
+    if not isinstance(model, PreparedModel):
+        check_model(model, (Transformer, Recurrent), "Engine", also="what mb.optimize(model) returns")
     if tap is not None and not callable(tap):
         raise InputError(f"tap={tap!r:.60} is not valid; write a function (name, activation) -> activation or None")
     if isinstance(model, Recurrent):
         if not use_cache:
             raise InputError("an LSTM always decodes from its state; leave out use_cache=False")
         return LSTMBackend(model, tap)
-    return TransformerBackend(model, use_cache=use_cache, optimize=optimize, tap=tap)
+    if isinstance(model, PreparedModel) and (tap is not None or not use_cache):
+        option = "taps" if use_cache else "use_cache=False"
+        raise InputError(f"an optimized model has no {option}; call the model itself, which runs its modules")
+    return TransformerBackend(model, use_cache=use_cache, tap=tap)
 
 
 class LSTMBackend:
@@ -107,77 +99,46 @@ class LSTMBackend:
         stack.enter_context(evaluation_mode(self.model))
         return stack
 
-    def renew(self, state: DecoderState | None) -> tuple[Backend, DecoderState | None] | None:
-        return None  # every pass runs the model itself
-
 
 class TransformerBackend:
-    def __init__(self, model: Transformer, *, use_cache: bool, optimize: bool, tap: Tap | None) -> None:
-        if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
+    def __init__(self, model: Transformer | PreparedModel, *, use_cache: bool, tap: Tap | None) -> None:
+        self.fast = model if isinstance(model, PreparedModel) else None
+        plain = model if isinstance(model, Transformer) else model.plain
+        if plain.decoder is None or plain.head is None or plain.head.config.kind != "language_model":
             kind = with_article(model.config.family)
             raise InputError(f"{kind} model without a language-model head generates no text; use a model with one")
-        self.device, self.family, self.context = model.device, model.config.family, model.config.context
-        self.vocab_size: int = model.config.target_input.vocab  # type: ignore[union-attr]
-        self.has_encoder, source = model.encoder is not None, model.config.input
+        self.device, self.family, self.context = plain.device, plain.config.family, plain.config.context
+        self.vocab_size: int = plain.config.target_input.vocab  # type: ignore[union-attr]
+        self.has_encoder, source = plain.encoder is not None, plain.config.input
         self.source_vocab_size = self.max_source = None
         if self.has_encoder and isinstance(source, EmbeddingConfig):
             self.source_vocab_size = source.vocab
             self.max_source = source.context if isinstance(source.positions, Learned) else None
-        self.original, self.use_cache, self.optimize, self.tap = model, use_cache, optimize, tap
-        self.dtype = next((weight.dtype for weight in model.parameters()), None)
-        self.version: ModelVersion | None = None
-        self.prepared = prepare(model) if optimize and use_cache and tap is None else None
-        self.model = model if self.prepared is None else self.prepared.model
-        # User-defined modules may do what inference mode forbids, such as FSDP's in-place all-gather.
-        self.is_plain = self.prepared is not None or reason_to_run_as_is(model) is None
+        self.use_cache, self.tap = use_cache, tap
+        self.model = plain if self.fast is None else self.fast.model
 
     def make_state(
         self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None, *, speculative: bool
     ) -> DecoderState:
+        shape = (capacity, rows_per_prompt, prefill_chunk)
         if not self.use_cache:
             return UncachedDecoderState(self.model, capacity, rows_per_prompt, self.tap)
-        if self.prepared is not None and supports_cuda_graph(self.model):
-            prepared = self.prepared
-            make_state = prepared.make_speculative_state if speculative else prepared.make_graph_state
-            return make_state(capacity, rows_per_prompt, prefill_chunk)
-        if self.prepared is not None and not speculative:
-            operators = self.prepared.get_search_operators() if rows_per_prompt > 1 else None
-            if operators is not None:
-                return CpuSearchDecoderState(self.model, capacity, rows_per_prompt, prefill_chunk, operators=operators)
-        return CachedDecoderState(self.model, capacity, rows_per_prompt, prefill_chunk, self.tap)
+        if self.fast is not None and supports_cuda_graph(self.model):
+            return self.fast.make_graph_state(*shape, speculative=speculative)
+        operators = None
+        if self.fast is not None and not speculative and rows_per_prompt > 1:
+            operators = self.fast.search_operators()
+        if operators is not None:
+            return CpuSearchDecoderState(self.model, *shape, operators=operators)
+        return CachedDecoderState(self.model, *shape, self.tap)
 
     def inference(self) -> AbstractContextManager[object]:
         stack = ExitStack()
-        stack.enter_context(torch.inference_mode(self.is_plain))  # left by a draft that needs no_grad
-        stack.enter_context(torch.no_grad())
         stack.enter_context(onednn.disabled_where_slow())
-        if self.prepared is None:
+        if self.fast is not None:
+            stack.enter_context(torch.inference_mode())
+        else:  # modules of users may do what inference mode forbids, such as FSDP's in-place all-gather
+            stack.enter_context(torch.inference_mode(False))  # left by a draft that needs no_grad
+            stack.enter_context(torch.no_grad())
             stack.enter_context(evaluation_mode(self.model))
         return stack
-
-    def renew(self, state: DecoderState | None) -> tuple[Backend, DecoderState | None] | None:
-        if self.prepared is None:
-            return None  # every pass runs the model itself
-        if self.version is None:
-            self.version = ModelVersion(self.original)
-        if not self.version.has_changed():
-            return None
-        options = {"use_cache": self.use_cache, "optimize": self.optimize}
-        backend = TransformerBackend(self.original, **options, tap=self.tap)
-        backend.renew(None)
-        if isinstance(state, CachedDecoderState) and state.model is not backend.model:
-            state = backend._continue_rows(state, self.dtype)
-        return backend, state
-
-    def _continue_rows(self, state: CachedDecoderState, dtype: torch.dtype | None) -> DecoderState:
-        """Return a new state of this backend with the rows of `state`, whose model had weights of this dtype."""
-        shape = (state.capacity, state.rows_per_prompt, state.prefill_chunk)
-        new = self.make_state(*shape, speculative=not can_burst(state))
-        assert isinstance(new, CachedDecoderState)
-
-        def convert(t: Tensor) -> Tensor:
-            return t.to(self.device, self.dtype if t.dtype == dtype else t.dtype, copy=True)
-
-        with self.inference():
-            new.continue_rows(state, convert)
-        return new

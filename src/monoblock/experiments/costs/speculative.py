@@ -16,13 +16,13 @@ import torch
 
 from monoblock.config.schema import check_at_least, check_types
 from monoblock.data.corpora.load import load_corpus
+from monoblock.decoding.optimized import OptimizedModel, optimize
 from monoblock.errors import SplitError
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import load_run, train_run, training_metrics, trial_recipe
 from monoblock.experiments.models.budgets import LANGUAGE_MODEL, TEXT_SMOKE, TEXT_STAND_IN
-from monoblock.nn.transformer import Transformer
 from monoblock.runs.pipeline import Pipeline
 from monoblock.tasks.language_modeling.data import tokenize_corpus
 
@@ -66,9 +66,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
     """Continue the prompts with the large model, alone and with proposals; compare the texts and the times."""
     recipe = trial_recipe(trial)
     large, draft = (load_run(_folder(trial, name), recipe) for name in ("large", "draft"))
-    model, small = large.model, draft.model
-    assert isinstance(model, Transformer)
-    assert isinstance(small, Transformer)
+    model, small = optimize(large.model), optimize(draft.model)
     prompts = _prompts(large, trial)
     options: dict[str, object] = {}
     if trial.arm.name == "draft":
@@ -90,7 +88,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
 
 
 def _generate(
-    model: Transformer, prompts: list[torch.Tensor], new: int, options: dict[str, object]
+    model: OptimizedModel, prompts: list[torch.Tensor], new: int, options: dict[str, object]
 ) -> tuple[list[torch.Tensor], float]:
     """Continue each prompt greedily; return the texts and the seconds, after one prompt that warms up."""
     model.generate(prompts[0], max_new_tokens=new, **options)  # type: ignore[call-overload]
