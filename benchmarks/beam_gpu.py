@@ -38,7 +38,6 @@ from translate_real import to_transformers
 import monoblock as mb
 from monoblock.cli._bench.translation import TokenRows, pad_rows, random_sources
 from monoblock.decoding.backends import select
-from monoblock.decoding.backends.prepared_model import prepare, release
 from monoblock.decoding.batch_rows import default_max_rows
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
@@ -125,7 +124,7 @@ def check_presets() -> list[str]:
         heads = next(config.decoder.layers()).attention.heads
         config = mb.vary(config, width=16 * heads)  # the kernels have no heads of 12 features
         model = mb.Transformer(config).to(DEVICE).eval()
-        vocab = model.config.target_input.vocab
+        vocab, optimized = model.config.target_input.vocab, mb.optimize(model)
         for changes in (
             {},
             {"early_stopping": True, "length_penalty": 0.5, "eos_token_id": (2, 7, 19, 23)},
@@ -136,12 +135,10 @@ def check_presets() -> list[str]:
             for count in (1, 7, 12, 11):  # the last batch reuses the buffers of the one before
                 prompts = [[rng.randrange(3, vocab) for _ in range(1 + rng.randrange(9))] for _ in range(count)]
                 fast, plain = (
-                    search(Engine(model, capacity=40, max_rows=1000, optimize=optimize), prompts, settings)
-                    for optimize in (True, False)
+                    search(Engine(each, capacity=40, max_rows=1000), prompts, settings) for each in (optimized, model)
                 )
                 compare(name, changes, fast, plain)
-        assert prepare(model)._search_buffers.idle, f"{name}: no search was recorded"
-        release(model)
+        assert optimized._search_buffers.idle, f"{name}: no search was recorded"
         checked.append(name)
         print("ok", name, flush=True)
     return checked
@@ -191,7 +188,9 @@ def by_length(rows: TokenRows) -> TokenRows:
     return sorted(rows, key=len, reverse=True)
 
 
-def run_monoblock(model: mb.Transformer, rows: TokenRows, settings: Settings, start: int, max_rows: int) -> TokenRows:
+def run_monoblock(
+    model: mb.OptimizedModel, rows: TokenRows, settings: Settings, start: int, max_rows: int
+) -> TokenRows:
     engine = Engine(model, max_rows=max_rows, capacity=1 + settings.max_new_tokens)
     found = search(engine, rows, settings, start)
     return [list(found[index][0][0]) for index in range(len(rows))]
@@ -249,8 +248,10 @@ def measure_dtype(
         module.embed_positions.weight = module.embed_positions.weight.to(DEVICE, DTYPES[name])
     start, pad = pipe.defaults.decoder_start_token_id, pipe.tokenizer.pad_id
 
+    fast = mb.optimize(model)
+
     def ours_with(size: int) -> Callable[[], TokenRows]:
-        return lambda: run_monoblock(model, rows, settings, start, size)
+        return lambda: run_monoblock(fast, rows, settings, start, size)
 
     def theirs_with(batch: int) -> Callable[[], TokenRows]:
         return lambda: run_transformers(theirs, rows, settings, pad, batch)
@@ -259,7 +260,7 @@ def measure_dtype(
     for size in args.rows or sorted({2560, 5120, default_max_rows(model, 1 + settings.max_new_tokens)}):
         mine[size] = fastest(ours_with(size), args.rounds)
         print(f"{name}: monoblock, {size} rows: {len(rows) / mine[size][0]:,.0f} sentences/s", flush=True)
-    release(model)
+    fast.close()
     for batch in args.batches:
         try:
             peers[batch] = fastest(theirs_with(batch), 1 if batch < 256 else 2)
@@ -294,10 +295,10 @@ def measure_dakshina(args: argparse.Namespace) -> list[str]:
         rng, pipe = random.Random(1), random_pipe("dakshina-hi", 256)
         words = by_length([[rng.randrange(3, 256) for _ in range(rng.randint(3, 14))] for _ in range(args.words)])
         settings = Settings(max_new_tokens=40, num_beams=BEAMS, num_return_sequences=BEAMS)
-        times = []
+        times, fast = [], mb.optimize(pipe.model)
         for _ in range(2):
             start = time.perf_counter()
-            run_monoblock(pipe.model, words, settings, START, default_max_rows(pipe.model, 41))
+            run_monoblock(fast, words, settings, START, default_max_rows(pipe.model, 41))
             synchronize()
             times.append(time.perf_counter() - start)
         what = f"random weights, {len(words):,} words, 40 tokens each"
@@ -314,10 +315,10 @@ def profile_step(args: argparse.Namespace) -> None:
     rows = by_length(random_sources(args.count, args.vocab))
     settings = Settings(max_new_tokens=args.new, num_beams=BEAMS)
     for name in args.dtypes:
-        model = pipe.model.to(DEVICE, DTYPES[name])
+        model = mb.optimize(pipe.model.to(DEVICE, DTYPES[name]))
         seconds, _ = fastest(lambda model=model: run_monoblock(model, rows, settings, START, 2560), args.rounds)
         print(f"{name}: {len(rows) / seconds:,.0f} sentences/s, {1000 * seconds:.1f} ms")
-        buffers = prepare(model)._search_buffers.idle[-1]
+        buffers = model._search_buffers.idle[-1]
         for visible, recording in buffers.recordings.items():
             replay_seconds, _ = fastest(lambda recording=recording: [recording.replay() for _ in range(20)], 3)
             print(f"{name}, {visible} positions: {50 * replay_seconds:.3f} ms a step")
@@ -328,7 +329,7 @@ def profile_step(args: argparse.Namespace) -> None:
             synchronize()
         for kernel in sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)[:24]:
             print(f"{kernel.device_time_total:9.1f} us  {kernel.count:4d} ×  {kernel.key[:100]}")
-        release(model)
+        model.close()
 
 
 # -- report -----------------------------------------------------------------------------------------------------------

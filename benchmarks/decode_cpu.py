@@ -29,7 +29,7 @@ import monoblock as mb
 from monoblock.cli._bench.decoding import measure_runners
 from monoblock.cli._shared.bench_runners import DEFAULT_RUNNERS
 from monoblock.cli.bench import print_report
-from monoblock.decoding.draft_model import DraftModel
+from monoblock.decoding.backends.self_draft import make_self_draft
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 from monoblock.kernels.cpu.processor import processor_name
@@ -118,18 +118,19 @@ def count_proposals(name: str, args: argparse.Namespace) -> dict[str, int]:
     """Count the tokens the draft proposed, those accepted, and the texts equal to plain greedy decoding."""
     torch.manual_seed(0)
     model = mb.Transformer(mb.preset(name)).eval()
-    counts = {"proposed": 0, "kept": 0, "same": 0, "texts": len(TEXTS)}
+    fast = mb.optimize(model)
+    draft = make_self_draft(fast, "8-bit")
+    assert draft is not None
+    counts = {"same": 0, "texts": len(TEXTS)}
     for ids in encode_prompts(args.prompt):
-        engine = Engine(model, capacity=args.prompt + args.new)
-        engine.add(ids, Settings(max_new_tokens=args.new, draft="8-bit"))
+        engine = Engine(fast, capacity=args.prompt + args.new, proposer=draft)
+        engine.add(ids, Settings(max_new_tokens=args.new))
         tokens: list[int] = []
         while engine.busy:
             tokens += [token for event in engine.step() for token in event.tokens]
-        assert isinstance(engine.proposer, DraftModel)
-        counts["proposed"] += engine.proposer.proposed
-        counts["kept"] += engine.proposer.accepted
         greedy = model.generate(torch.tensor([ids]), max_new_tokens=args.new)[0, args.prompt :]
         counts["same"] += greedy.tolist() == tokens
+    counts["proposed"], counts["kept"] = draft.proposed, draft.accepted
     return counts
 
 

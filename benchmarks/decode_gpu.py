@@ -23,7 +23,6 @@ from _report import command_line, commit
 
 import monoblock as mb
 from monoblock.config.model import ModelConfig
-from monoblock.decoding.backends.prepared_model import prepare, release
 from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.prompt import Prompt
@@ -153,17 +152,13 @@ def check_quantized_steps() -> list[str]:
         ids = torch.randint(1000, (1, 200), device="cuda")
         with torch.inference_mode():
             expected = copy.deepcopy(quantized).float()(ids)[0, -8:]
-        model = mb.optimize(quantized)
-        prepared = prepare(model)
-        assert prepared is not None
         with torch.inference_mode():
-            state = prepared.make_graph_state(256, rows_per_prompt=1, prefill_chunk=None)
+            state = mb.optimize(quantized).make_graph_state(256, 1, None, speculative=False)
             state.prefill([Prompt(tuple(ids[0, :-8].tolist()))])
             logits = torch.cat([state.step(token).float().clone() for token in ids[0, -8:].split(1)])
         error = (logits - expected).norm() / expected.norm()
         assert error < 4e-2, f"recorded steps, {bits} bits: relative error {error:.2e}"
         checks.append(f"recorded steps, {bits} bits {error:.1e}")
-        release(model)
     return checks
 
 
@@ -226,7 +221,7 @@ def make_proposers(model: mb.Transformer) -> dict[str, Proposer | None]:
     """Return what a decoder is checked with: nothing, a draft, and the tokens of the prompt."""
     if model.encoder is not None:
         return {"alone": None}
-    return {"alone": None, "draft": DraftModel(similar_model(model)), "lookup": PromptLookup(3)}
+    return {"alone": None, "draft": DraftModel(mb.optimize(similar_model(model))), "lookup": PromptLookup(3)}
 
 
 def similar_model(model: mb.Transformer) -> mb.Transformer:
@@ -242,7 +237,7 @@ def generate_tokens(
     model: mb.Transformer, settings: Settings, fast: bool, proposer: Proposer | None = None
 ) -> list[list[int]]:
     """Continue three prompts of different lengths, and then three times three of one length, which are recorded."""
-    engine = Engine(model, capacity=24, optimize=fast, max_burst=4, proposer=proposer)
+    engine = Engine(mb.optimize(model) if fast else model, capacity=24, max_burst=4, proposer=proposer)
     batches = ((5, 3, 7), *[(6, 6, 6)] * 3)
     return [row for start, lengths in enumerate(batches) for row in continue_prompts(engine, settings, lengths, start)]
 
@@ -287,12 +282,12 @@ def median_seconds(run: Callable[[], object], repeats: int = 3) -> float:
     return statistics.median(seconds)
 
 
-def quantized_model(config: ModelConfig, bits: int) -> mb.Transformer:
-    """Return a random model whose weights have 16 bits (of bf16), 8 or 4, prepared for fast decoding."""
+def quantized_model(config: ModelConfig, bits: int) -> mb.OptimizedModel:
+    """Return a random optimized model whose weights have 16 bits (of bf16), 8 or 4."""
     model = random_model(config)
-    model = mb.optimize(model if bits == 16 else mb.quantize(model, bits=bits, group=QUANTIZED_GROUPS[bits]))
+    model = model if bits == 16 else mb.quantize(model, bits=bits, group=QUANTIZED_GROUPS[bits]).eval()
     torch.cuda.empty_cache()
-    return model
+    return mb.optimize(model)
 
 
 def measure_monoblock(config: ModelConfig, batch: int, bits: int = 16) -> float:
@@ -365,7 +360,7 @@ def main() -> None:
         rows.append(row)
     lines = [
         f"Tokens per second, {PROMPT} + {NEW}, {torch.cuda.get_device_name()}, torch {torch.__version__}",
-        f"(`{command_line()}`, {date.today()}, commit {commit()}). Models are arranged by `mb.optimize`; activations "
+        f"(`{command_line()}`, {date.today()}, commit {commit()}). Models are optimized by `mb.optimize`; activations "
         "are in bf16, and with 8 and 4 bits the vector of each product is rounded to 8 bits in blocks of 32. "
         f"With 8 bits {QUANTIZED_GROUPS[8]} weights share a scale, with 4 bits {QUANTIZED_GROUPS[4]}.",
         "",

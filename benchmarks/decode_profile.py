@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import monoblock as mb
 from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState
-from monoblock.decoding.backends.prepared_model import prepare
 
 STEPS = 64
 
@@ -63,11 +62,7 @@ def main() -> None:
     torch.cuda.synchronize()
     name, seconds = f"{args.preset}, {args.bits} bits, batch {args.batch}", time.perf_counter() - start
     print(f"{name}: {seconds:.3f} s for the prompt and {NEW} steps")
-    prepared = prepare(model)
-    assert prepared is not None
-    state = prepared.make_graph_state(
-        PROMPT + NEW, rows_per_prompt=1, prefill_chunk=None
-    )  # the idle state of the last call
+    state = model.make_graph_state(PROMPT + NEW, 1, None, speculative=False)  # the idle state of the last call
     rewind(state)
     print("replayed step: {:.3f} ms, launch on the host {:.3f} ms".format(*time_replay(state)))
     rewind(state)

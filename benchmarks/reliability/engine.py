@@ -108,7 +108,7 @@ def random_request(rng: random.Random, has_encoder: bool) -> dict[str, Any]:
 
 
 def run_alone(model: mb.Transformer, request: dict[str, Any]) -> dict[int, tuple[Any, ...]]:
-    engine = Engine(model)
+    engine = Engine(mb.optimize(model))
     engine.add(request["ids"], Settings(**request["settings"]), request["source"])
     texts: dict[int, tuple[Any, ...]] = {}
     while engine.busy:
@@ -123,7 +123,7 @@ class Trial:
 
     def __init__(self, name: str, model: mb.Transformer, rng: random.Random, counts: Counter[str]) -> None:
         self.name, self.model, self.rng, self.counts = name, model, rng, counts
-        self.engine = Engine(model, max_rows=rng.choice((8, 64)), prefill_chunk=rng.choice((None, 1, 5)))
+        self.engine = Engine(mb.optimize(model), max_rows=rng.choice((8, 64)), prefill_chunk=rng.choice((None, 1, 5)))
         self.requests: dict[int, dict[str, Any]] = {}
         self.texts: dict[tuple[int, int], tuple[int, ...]] = {}
         self.reasons: dict[tuple[int, int], str] = {}

@@ -1,6 +1,6 @@
 """Decode with one model in eight threads at once, in child processes; none may crash or give another text.
 
-Each run builds a new model, so that the threads meet while what decoding prepares is built: the inference copy, the
+Each run builds a new model, so that the threads meet while an optimized model builds what it needs: the
 tables of positions, the operators of a beam search and the quantized copy that proposes tokens. Each text must be that
 of the same request alone.
 
@@ -37,18 +37,18 @@ MODELS = {
 }
 
 
-def build_model(config: mb.ModelConfig, seed: int) -> mb.Transformer:
+def build_model(config: mb.ModelConfig, seed: int) -> mb.OptimizedModel:
     torch.manual_seed(seed)
-    return mb.Transformer(config).eval()
+    return mb.optimize(mb.Transformer(config).eval())
 
 
-def decode(model: mb.Transformer, number: int) -> list[list[int]]:
+def decode(model: mb.OptimizedModel, number: int) -> list[list[int]]:
     """Decode request `number`, whose length and method differ from those of the other threads."""
     ids = torch.arange(3, 6 + 3 * number)[None] % 31
     options: dict[str, Any] = [{}, {"num_beams": 3}, {"draft": "8-bit"}, {"temperature": 0.9, "seed": number}][
         number % 4
     ]
-    if model.encoder is not None:
+    if model.config.encoder is not None:
         options.pop("draft", None)
     result: list[list[int]] = model.generate(ids, max_new_tokens=4 + 9 * number, **options).tolist()
     return result

@@ -116,7 +116,7 @@ def test_an_interrupt_in_a_logits_processor_changes_no_other_request():
 def test_a_sample_that_has_filled_the_context_stays_finished_after_an_interrupt():
     model = gpt().double()
     options = {"max_new_tokens": 90, "temperature": 0.6, "num_return_sequences": 3, "seed": 5}
-    engine, texts, ends = mb.Engine(model, proposer=PromptLookup(3), optimize=False), {}, {}
+    engine, texts, ends = mb.Engine(model, proposer=PromptLookup(3)), {}, {}
     engine.add(PROMPTS[0], mb.Settings(**options))
     while engine.busy:
         if 0 < len(ends) < 3:

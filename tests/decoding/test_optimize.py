@@ -10,6 +10,7 @@ from monoblock.decoding.backends.inference.fused_linear import FusedLinear
 from monoblock.decoding.backends.inference.inference_modules import InferenceAttention, InferenceFeedForward
 from monoblock.decoding.backends.inference_copy import build_inference_copy
 from monoblock.decoding.backends.prepared_model import join_projection_storage
+from monoblock.decoding.optimized import optimize
 from monoblock.nn.linear import can_join
 from monoblock.nn.transformer import Transformer
 
@@ -84,3 +85,12 @@ def test_projections_with_and_without_a_bias_are_not_fused():
     assert can_join([biased, biased])
     assert FusedLinear([biased, biased])(torch.ones(2, 4)).shape == (2, 6)
     assert not can_join([biased, unbiased])
+
+
+def test_a_long_job_on_the_modules_of_a_large_model_points_to_optimize():
+    model = build(gpt(vocab=1009, width=256, depth=3, heads=4, context=97)).float()
+    ids = torch.zeros(100, 3, dtype=torch.long)
+    with pytest.warns(UserWarning, match=r"mb\.optimize\(model\)\.generate"):
+        list(zip(range(1), model.stream(ids, max_new_tokens=20), strict=False))
+    list(zip(range(1), model.stream(ids[:1], max_new_tokens=20), strict=False))  # a short one does not
+    list(zip(range(1), optimize(model).stream(ids, max_new_tokens=20), strict=False))

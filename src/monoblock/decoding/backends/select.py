@@ -11,7 +11,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -92,12 +93,10 @@ class LSTMBackend:
             )
         return LSTMDecoderState(self.model, rows_per_prompt, self.tap)
 
-    def inference(self) -> AbstractContextManager[object]:
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode())
-        stack.enter_context(onednn.disabled_where_slow())
-        stack.enter_context(evaluation_mode(self.model))
-        return stack
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        with torch.inference_mode(), onednn.disabled_where_slow(), evaluation_mode(self.model):
+            yield
 
 
 class TransformerBackend:
@@ -132,13 +131,9 @@ class TransformerBackend:
             return CpuSearchDecoderState(self.model, *shape, operators=operators)
         return CachedDecoderState(self.model, *shape, self.tap)
 
-    def inference(self) -> AbstractContextManager[object]:
-        stack = ExitStack()
-        stack.enter_context(onednn.disabled_where_slow())
-        if self.fast is not None:
-            stack.enter_context(torch.inference_mode())
-        else:  # modules of users may do what inference mode forbids, such as FSDP's in-place all-gather
-            stack.enter_context(torch.inference_mode(False))  # left by a draft that needs no_grad
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(evaluation_mode(self.model))
-        return stack
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        # Modules of users may do what inference mode forbids, such as FSDP's in-place all-gather.
+        mode = nullcontext() if self.fast is not None else evaluation_mode(self.model)
+        with torch.inference_mode(self.fast is not None), torch.no_grad(), onednn.disabled_where_slow(), mode:
+            yield
