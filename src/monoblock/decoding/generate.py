@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Unpack
@@ -9,7 +10,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from monoblock.decoding.backends.prepared_model import GenerativeModel, PreparedModel
+from monoblock.decoding.backends.inference_copy import MIN_NATIVE_WEIGHTS
+from monoblock.decoding.backends.prepared_model import GenerativeModel, PreparedModel, reason_not_to_optimize
 from monoblock.decoding.backends.self_draft import make_self_draft
 from monoblock.decoding.batch_rows import default_max_rows
 from monoblock.decoding.draft_model import DraftModel
@@ -24,6 +26,7 @@ from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
+LONG_JOB = 2_000  # new tokens for which a faster copy of the model pays
 LONG_BURST = 128  # steps before tokens are read, if no text can end before its maximum length
 
 
@@ -136,6 +139,8 @@ class GenerateCall:
             max_burst=LONG_BURST if waits_for_end and not self.settings.eos_token_id else MAX_BURST,
             tap=tap,
         )
+        if isinstance(model, Transformer) and use_cache and tap is None:
+            _point_out_optimize(model, len(inputs) * self.settings.rows_per_prompt * self.settings.max_new_tokens)
         is_sampled = self.settings.temperature > 0
         self.request_ids = [
             self.engine.add(prompt, replace(self.settings, seed=seed) if is_sampled else self.settings, source)
@@ -192,6 +197,14 @@ def _make_proposer(
             f"use a draft model with the same vocabulary"
         )
     return proposer
+
+
+def _point_out_optimize(model: Transformer, new_tokens: int) -> None:
+    """Warn, once in a process, that a long job on the modules of a large model has a faster way."""
+    large = sum(weight.numel() for weight in model.parameters()) >= MIN_NATIVE_WEIGHTS
+    if large and new_tokens >= LONG_JOB and reason_not_to_optimize(model) is None:
+        words = "generate runs the modules of the model; mb.optimize(model).generate(…) gives the same tokens faster"
+        warnings.warn(words, stacklevel=5)
 
 
 def _unpad_prompts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
