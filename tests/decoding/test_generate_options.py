@@ -3,6 +3,7 @@
 import pytest
 import torch
 from generate_support import IDS, NEW, gpt, translator
+from support import tiny_model
 
 import monoblock as mb
 from monoblock.decoding.settings import Settings
@@ -159,3 +160,42 @@ def test_an_option_of_beam_search_without_beams_is_refused(option):
     with pytest.raises(InputError, match="write num_beams=4 too"):
         gpt().generate(IDS, **option)
     assert gpt().generate(IDS, max_new_tokens=NEW, num_beams=2, **option).shape[1] > IDS.shape[1]
+
+
+# -- prompts as lists of token ids ------------------------------------------------------------------------------------
+
+ROWS = [[5, 7], [5, 7, 11, 2, 3], [9]]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "num_return_sequences": 2, "seed": [3, 5, 7]}])
+@pytest.mark.parametrize("optimized", [False, True])
+def test_lists_of_different_lengths_give_what_each_gives_alone(options, optimized):
+    model = tiny_model("gpt2")
+    decoder = mb.optimize(model) if optimized else model
+    result = decoder.generate(ROWS, max_new_tokens=7, pad_token_id=1, return_scores=True, **options)
+    count, seeds = options.get("num_return_sequences", 1), options.get("seed", [None] * 3)
+    assert result.ids.shape == (3 * count, 12)
+    for number, (row, seed) in enumerate(zip(ROWS, seeds, strict=True)):
+        own = {**options, "seed": seed} if seed is not None else options
+        alone = model.generate(torch.tensor([row]), max_new_tokens=7, return_scores=True, **own)
+        several = slice(number * count, (number + 1) * count)
+        assert torch.equal(result.ids[several, : len(row) + 7], alone.ids)
+        assert (result.ids[several, len(row) + 7 :] == 1).all()
+        torch.testing.assert_close(result.scores[several], alone.scores)
+
+
+def test_sources_and_targets_may_be_lists():
+    model = tiny_model("t5-small")
+    found = model.generate(ROWS, decoder_input_ids=[[0, 4], [0], [0, 3, 2]], max_new_tokens=5, pad_token_id=1)
+    for row, start, tokens in zip(ROWS, [[0, 4], [0], [0, 3, 2]], found, strict=True):
+        alone = model.generate(torch.tensor([row]), decoder_input_ids=torch.tensor([start]), max_new_tokens=5)
+        assert torch.equal(tokens[: alone.shape[1]], alone[0])
+        assert (tokens[alone.shape[1] :] == 1).all()
+
+
+@pytest.mark.parametrize("rows", [[], [[]], "ab", [[1.5]], [5, 7], None, 3, [[1, 99]]])
+def test_other_prompts_are_an_error_of_one_line(rows):
+    with pytest.raises(mb.InputError):
+        tiny_model("gpt2").generate(rows)
+    with pytest.raises(mb.InputError, match="leave out attention_mask"):
+        tiny_model("gpt2").generate([[5]], attention_mask=torch.ones(1, 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -22,7 +22,7 @@ from monoblock.decoding.settings import Settings, check_count, parse_settings, s
 from monoblock.decoding.speculative import PromptLookup, Proposer
 from monoblock.decoding.token_scores import score_tokens
 from monoblock.errors import InputError
-from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
+from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
@@ -32,20 +32,20 @@ LONG_BURST = 128  # steps before tokens are read, if no text can end before its 
 
 def generate(
     model: GenerativeModel,
-    ids: Tensor,
+    ids: TokenRows,
     *,
     return_scores: bool = False,
     **options: Unpack[ModelOptions],
 ) -> Tensor | GeneratedTokens:
     """Continue prompts and return them with their new tokens.
 
-    ids: the prompts (B, T); for an encoder-decoder, the sources.
+    ids: the prompts, (B, T) or B lists of token ids; for an encoder-decoder, the sources.
     return_scores: return `GeneratedTokens` with the log-probability of each new token.
     options: the fields of `Settings`, and attention_mask (B, T), use_cache, tap, draft, prompt_lookup, truncation,
     decoder_start_token_id and decoder_input_ids.
     seed: prompt n is sampled with seed + n, as it would be alone; a list gives each prompt its own seed.
     The result has shape (B · num_return_sequences, T + N), where N is the largest number of new tokens; sequences with
-    fewer new tokens are padded at the end.  For an encoder-decoder, T is the length of decoder_input_ids, by default 1.
+    fewer tokens are padded at the end.  For an encoder-decoder, T is the length of decoder_input_ids, by default 1.
     """
     call = GenerateCall(model, ids, {**options}, waits_for_end=True)
     new: dict[tuple[int, int], list[int]] = {}
@@ -57,7 +57,7 @@ def generate(
     return GeneratedTokens(call.to_tensor(rows), call.score(rows)) if return_scores else call.to_tensor(rows)
 
 
-def stream(model: GenerativeModel, ids: Tensor, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
+def stream(model: GenerativeModel, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
     """Yield the new tokens step by step, each time one per sequence: a tensor of shape (B · num_return_sequences,).
 
     A sequence that has ended yields the padding token.  The arguments are those of `generate`.
@@ -82,7 +82,7 @@ def _stream_tokens(call: GenerateCall) -> Iterator[Tensor]:
                 finished.add((output.request_id, output.sequence_index))
         while any(pending.values()) and all(tokens or row in finished for row, tokens in pending.items()):
             next_tokens = [tokens.pop(0) if tokens else call.pad_token for tokens in pending.values()]
-            yield torch.tensor(next_tokens, device=call.ids.device)
+            yield torch.tensor(next_tokens, device=call.model.device)
 
 
 class GenerateCall:
@@ -94,7 +94,7 @@ class GenerateCall:
     def __init__(
         self,
         model: GenerativeModel,
-        ids: Tensor,
+        ids: TokenRows,
         options: dict[str, Any],
         *,
         waits_for_end: bool = False,
@@ -107,11 +107,11 @@ class GenerateCall:
         truncation = options.pop("truncation", None)
         if isinstance(draft, str):
             options["draft"], draft = draft, None
-        seeds = split_seeds(options.pop("seed", None), len(ids))
+        seeds = split_seeds(options.pop("seed", None), len(ids) if hasattr(ids, "__len__") else 0)
         self.settings, self.ids, self.tap = parse_settings(options), ids, tap
         self.model = plain = model.plain if isinstance(model, PreparedModel) else model
         proposer = _make_proposer(model, draft, lookup, self.settings.draft)
-        inputs = _unpad_prompts(ids, mask)
+        inputs = _read_prompts(ids, mask)
         pad = self.settings.pad_token_id
         self.pad_token = pad if pad is not None else (*self.settings.eos_token_id, 0)[0]
         self.prompts: list[tuple[list[int], list[int] | None]] = [(row, None) for row in inputs]
@@ -120,7 +120,7 @@ class GenerateCall:
             self.prompts = [(row[-limit:] if limit is not None else row, None) for row in inputs]
         if plain.encoder is not None and plain.decoder is not None:
             first = start if start is not None else (pad if pad is not None else 0)
-            targets = [[first]] * len(inputs) if decoder_ids is None else _unpad_prompts(decoder_ids, None)
+            targets = [[first]] * len(inputs) if decoder_ids is None else _read_prompts(decoder_ids, None)
             if len(targets) != len(inputs):
                 raise InputError(
                     f"decoder_input_ids has {len(targets)} rows for {len(inputs)} sources; give one for each source"
@@ -160,15 +160,20 @@ class GenerateCall:
         """Return the log-probabilities (rows, N) of the new tokens, 0 for padding."""
         prompts = [parse_prompt(*prompt) for prompt in self.prompts for _ in range(self.num_return_sequences)]
         rows, longest = score_tokens(self.model, prompts, new, self.tap), max(map(len, new))
-        return torch.tensor([row + [0.0] * (longest - len(row)) for row in rows], device=self.ids.device)
+        return torch.tensor([row + [0.0] * (longest - len(row)) for row in rows], device=self.model.device)
 
     def to_tensor(self, new: list[list[int]]) -> Tensor:
         """Append `new`, the new tokens of each returned sequence, to the prompts; pad the result to one length."""
-        longest = max(len(row) for row in new)
-        tail = torch.tensor([row + [self.pad_token] * (longest - len(row)) for row in new], device=self.ids.device)
-        is_target = self.prompts[0][1] is not None
-        prompts = torch.tensor([ids for ids, _ in self.prompts], device=self.ids.device) if is_target else self.ids
-        return torch.cat((prompts.repeat_interleave(self.num_return_sequences, 0), tail.to(prompts.dtype)), 1)
+        if isinstance(self.ids, Tensor) and self.prompts[0][1] is None:  # its padding and its dtype stay
+            longest = max(len(row) for row in new)
+            tail = [row + [self.pad_token] * (longest - len(row)) for row in new]
+            prompts = self.ids.repeat_interleave(self.num_return_sequences, 0)
+            return torch.cat((prompts, torch.tensor(tail, dtype=prompts.dtype, device=prompts.device)), 1)
+        starts = [ids for ids, _ in self.prompts for _ in range(self.num_return_sequences)]
+        rows = [[*ids, *tokens] for ids, tokens in zip(starts, new, strict=True)]
+        longest = max(len(row) for row in rows)
+        device = self.ids.device if isinstance(self.ids, Tensor) else self.model.device
+        return torch.tensor([row + [self.pad_token] * (longest - len(row)) for row in rows], device=device)
 
 
 def _make_proposer(
@@ -207,11 +212,18 @@ def _point_out_optimize(model: Transformer, new_tokens: int) -> None:
         warnings.warn(words, stacklevel=5)
 
 
-def _unpad_prompts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """Return, for each row of ids (B, T), the tokens that are valid in `mask` (B, T)."""
+def _read_prompts(ids: TokenRows, mask: Tensor | None) -> list[list[int]]:
+    """Return the tokens of each prompt; of a tensor (B, T) those that are valid in `mask` (B, T)."""
+    if isinstance(ids, Sequence) and not isinstance(ids, str):
+        if mask is not None:
+            raise InputError("lists of token ids have no padding; leave out attention_mask, or give a tensor")
+        if not ids:
+            raise InputError("there are no prompts; give at least one list of token ids")
+        return [list(parse_prompt(row).ids) for row in ids]
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
         raise InputError(
-            "prompts must be an integer tensor of token ids with shape (batch, length); write torch.tensor([[…]])"
+            "prompts must be an integer tensor of token ids with shape (batch, length), or a list of lists of token "
+            "ids; write torch.tensor([[…]]) or [[…]]"
         )
     if mask is not None and not isinstance(mask, Tensor):
         raise InputError("attention_mask must be a tensor (batch, length), True for tokens and False for padding")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from monoblock.decoding.backends.prepared_model import PreparedModel
 from monoblock.decoding.generate import generate, stream
-from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
+from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
@@ -31,23 +31,23 @@ class OptimizedModel(PreparedModel):
 
     @overload
     def generate(
-        self, ids: Tensor, *, return_scores: Literal[False] = False, **options: Unpack[ModelOptions]
+        self, ids: TokenRows, *, return_scores: Literal[False] = False, **options: Unpack[ModelOptions]
     ) -> Tensor: ...
     @overload
     def generate(
-        self, ids: Tensor, *, return_scores: Literal[True], **options: Unpack[ModelOptions]
+        self, ids: TokenRows, *, return_scores: Literal[True], **options: Unpack[ModelOptions]
     ) -> GeneratedTokens: ...
     @overload
     def generate(
-        self, ids: Tensor, *, return_scores: bool = False, **options: Unpack[ModelOptions]
+        self, ids: TokenRows, *, return_scores: bool = False, **options: Unpack[ModelOptions]
     ) -> Tensor | GeneratedTokens: ...
     def generate(
-        self, ids: Tensor, *, return_scores: bool = False, **options: Unpack[ModelOptions]
+        self, ids: TokenRows, *, return_scores: bool = False, **options: Unpack[ModelOptions]
     ) -> Tensor | GeneratedTokens:
         """Continue prompts, as `Transformer.generate` does, and return the same tokens."""
         return generate(self, ids, return_scores=return_scores, **options)
 
-    def stream(self, ids: Tensor, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
+    def stream(self, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
         """Yield the new tokens step by step, as `Transformer.stream` does."""
         return stream(self, ids, **options)
 

@@ -29,7 +29,7 @@ from monoblock.nn.inputs.check_inputs import (
     reject_documents,
     select_tokens,
 )
-from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
+from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
 from monoblock.nn.inputs.input_positions import Documents, memory_positions, token_positions
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.packed.documents import DocumentRows
@@ -269,27 +269,28 @@ class Transformer(nn.Module):
 
     @overload
     def generate(
-        self, ids: Tensor, *, return_scores: Literal[False] = False, **options: Unpack[ModelOptions]
+        self, ids: TokenRows, *, return_scores: Literal[False] = False, **options: Unpack[ModelOptions]
     ) -> Tensor: ...
     @overload
     def generate(
-        self, ids: Tensor, *, return_scores: Literal[True], **options: Unpack[ModelOptions]
+        self, ids: TokenRows, *, return_scores: Literal[True], **options: Unpack[ModelOptions]
     ) -> GeneratedTokens: ...
     def generate(
-        self, ids: Tensor, *, return_scores: bool = False, **options: Unpack[ModelOptions]
+        self, ids: TokenRows, *, return_scores: bool = False, **options: Unpack[ModelOptions]
     ) -> Tensor | GeneratedTokens:
         """Return the prompts with their continuations (B · num_return_sequences, T + new tokens); greedy by default.
 
-        An encoder-decoder reads ids as the source and returns the target, which begins with `decoder_start_token_id`,
-        else the padding token, else 0.  `options`: max_new_tokens (50 by default), temperature, top_k, top_p,
-        num_beams, num_return_sequences, eos_token_id, attention_mask, seed and the others of `ModelOptions`.  With
-        return_scores, the result also has the log-probability of each new token.
+        ids: (B, T), or lists of token ids of different lengths.  An encoder-decoder reads them as the source and
+        returns the target, which begins with `decoder_start_token_id`, else the padding token, else 0.  The modules of
+        the model run; `mb.optimize(model)` is a fast copy that generates the same.  `options`: max_new_tokens (50 by
+        default), temperature, top_k, top_p, num_beams, num_return_sequences, eos_token_id, attention_mask, seed and the
+        others of `ModelOptions`.  With return_scores, the result also has the log-probability of each new token.
         """
         from monoblock.decoding.generate import generate
 
         return generate(self, ids, return_scores=return_scores, **options)
 
-    def stream(self, ids: Tensor, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
+    def stream(self, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
         """Yield the new tokens (B,) after each step; `options` are those of `generate`."""
         from monoblock.decoding.generate import stream
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from monoblock.nn.tap import Tap
 
+TokenRows = Tensor | Sequence[Sequence[int]]  # prompts: (B, T), or lists of different lengths
+
 
 class GeneratedTokens(NamedTuple):
     """The result of `generate` with return_scores=True."""

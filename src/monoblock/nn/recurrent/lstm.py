@@ -37,7 +37,7 @@ from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, InputError
 from monoblock.nn.initialize import initialize_lstm
 from monoblock.nn.inputs.check_lstm_inputs import check_ids, valid_lengths
-from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
+from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
 from monoblock.nn.kv_cache.lstm_state import EncoderMemory, LSTMState
 from monoblock.nn.modules.hooks import weight_if_plain
 from monoblock.nn.recurrent.dropout import VariationalDropout, drop_words, language_model_layers
@@ -251,21 +251,21 @@ class Recurrent(nn.Module):
 
     @overload
     def generate(
-        self, ids: Tensor, *, return_scores: Literal[False] = False, **options: Unpack[ModelOptions]
+        self, ids: TokenRows, *, return_scores: Literal[False] = False, **options: Unpack[ModelOptions]
     ) -> Tensor: ...
     @overload
     def generate(
-        self, ids: Tensor, *, return_scores: Literal[True], **options: Unpack[ModelOptions]
+        self, ids: TokenRows, *, return_scores: Literal[True], **options: Unpack[ModelOptions]
     ) -> GeneratedTokens: ...
     def generate(
-        self, ids: Tensor, *, return_scores: bool = False, **options: Unpack[ModelOptions]
+        self, ids: TokenRows, *, return_scores: bool = False, **options: Unpack[ModelOptions]
     ) -> Tensor | GeneratedTokens:
         """Return the prompts with their continuations, or the targets of sources, as `Transformer.generate` does."""
         from monoblock.decoding.generate import generate
 
         return generate(self, ids, return_scores=return_scores, **options)
 
-    def stream(self, ids: Tensor, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
+    def stream(self, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
         """Yield the new tokens (B,) after each step; `options` are those of `generate`."""
         from monoblock.decoding.generate import stream
 
