@@ -69,22 +69,25 @@ def all_texts(eos_tokens):
 
 
 @torch.no_grad()
-def exhaustive_search(model, prompt, eos_tokens, penalty):
+def exhaustive_search(model, prompt, eos_tokens, penalty, form="length"):
     """The score of every text, best first, computed by full passes."""
     scores = {}
     for length, group in itertools.groupby(sorted(all_texts(eos_tokens), key=len), key=len):
         texts = list(group)
         ids = torch.tensor([[*prompt, *text] for text in texts])
         log_probs = model(ids).log_softmax(-1)[:, len(prompt) - 1 : -1]
-        sums = log_probs.gather(-1, ids[:, len(prompt) :, None]).sum((1, 2)) / length**penalty
+        divisor = length**penalty if form == "length" else (5 + length) ** penalty / (5 + 1) ** penalty  # Wu et al., 7
+        sums = log_probs.gather(-1, ids[:, len(prompt) :, None]).sum((1, 2)) / divisor
         scores |= dict(zip(texts, sums.tolist(), strict=True))
     return sorted(scores.items(), key=lambda item: -item[1])
 
 
 @pytest.mark.parametrize("eos_tokens", [(), (END,), (END, 1)], ids=["no end", "one end", "two ends"])
-@pytest.mark.parametrize("penalty", [0.0, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize(
+    ("penalty", "form"), [(0.0, "length"), (0.6, "length"), (1.0, "length"), (2.0, "length"), (0.6, "gnmt")]
+)
 @pytest.mark.parametrize("seed", range(3))
-def test_as_many_beams_as_prefixes_find_the_three_best_texts(seed, penalty, eos_tokens):
+def test_as_many_beams_as_prefixes_find_the_three_best_texts(seed, penalty, form, eos_tokens):
     model, prompt = small_model(seed), [4, 2]
     num_beams = VOCAB ** (LENGTH - 1)
     engine = Engine(model, max_rows=num_beams)
@@ -93,12 +96,13 @@ def test_as_many_beams_as_prefixes_find_the_three_best_texts(seed, penalty, eos_
         num_beams=num_beams,
         num_return_sequences=3,
         length_penalty=penalty,
+        length_penalty_form=form,
         early_stopping="never",
         eos_token_id=eos_tokens,
     )
     engine.add(prompt, settings)
     outputs = [output for _ in range(LENGTH) for output in engine.step()]
-    expected = exhaustive_search(model, prompt, eos_tokens, penalty)[:3]
+    expected = exhaustive_search(model, prompt, eos_tokens, penalty, form)[:3]
     assert [output.tokens for output in outputs] == [text for text, _ in expected]
     assert [output.score for output in outputs] == pytest.approx([score for _, score in expected], abs=1e-5)
 

@@ -140,13 +140,14 @@ def test_activations_of_8_bits_give_the_scores_of_the_plain_model_in_fp64(bits):
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("penalty", [-0.7, 0.0, 1.3])
-def test_searches_end_as_those_of_the_plain_model(early_stopping, penalty, taken):
+@pytest.mark.parametrize(("penalty", "form"), [(-0.7, "length"), (0.0, "length"), (1.3, "length"), (0.6, "gnmt")])
+def test_searches_end_as_those_of_the_plain_model(early_stopping, penalty, form, taken):
     model, sources = translator(), random_sources(11)
     settings = Settings(max_new_tokens=13, num_beams=3, num_return_sequences=3)
     results = search(model, sources, settings)
     eos_tokens = {tokens[3 + n % 7] for (n, _), (tokens, _) in results.items()} - {results[0, 0][0][0]}
-    settings = replace(settings, eos_token_id=tuple(eos_tokens), early_stopping=early_stopping, length_penalty=penalty)
+    penalties = {"length_penalty": penalty, "length_penalty_form": form}
+    settings = replace(settings, eos_token_id=tuple(eos_tokens), early_stopping=early_stopping, **penalties)
     results = search(model, sources, settings)
     assert all(taken["step_search"])
     assert len({len(tokens) for tokens, _ in results.values()}) > 1

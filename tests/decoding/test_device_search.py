@@ -52,13 +52,15 @@ def run_both(settings, vocab, seed, idle=2, **sizes):
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("penalty", [-0.7, 0.0, 1.0, 1.3])
-def test_every_step_gives_the_hypotheses_of_beam_search(early_stopping, penalty):
+@pytest.mark.parametrize(
+    ("penalty", "form"), [(-0.7, "length"), (0.0, "length"), (1.0, "length"), (1.3, "length"), (0.6, "gnmt")]
+)
+def test_every_step_gives_the_hypotheses_of_beam_search(early_stopping, penalty, form):
     lengths = set()
     for seed, (beams, eos) in enumerate(itertools.product((2, 3, 5), ((), (2,), (1, 4, 6, 9)))):
         own = Settings(
             max_new_tokens=12, num_beams=beams, eos_token_id=eos, early_stopping=early_stopping,
-            length_penalty=penalty,
+            length_penalty=penalty, length_penalty_form=form,
         )  # fmt: skip
         for search in run_both([own] * 3, 37, seed):
             lengths |= {len(hypothesis.tokens) for hypothesis in search.groups[0].finished}
@@ -76,6 +78,7 @@ def test_searches_may_differ_in_length_and_penalty():
         {},
         {"max_new_tokens": 4},
         {"length_penalty": 2.0},
+        {"length_penalty": 2.0, "length_penalty_form": "gnmt"},
         {"early_stopping": True},
         {"early_stopping": "never"},
     )

@@ -1,7 +1,7 @@
 """Beam search: keep the n best partial hypotheses of a request and extend them together.
 
-A finished hypothesis is scored by the sum of its log-probabilities / length ** length_penalty.  Each step considers the
-2n best continuations (more with several end tokens), so that n remain if some of them end.  In a diverse
+A finished hypothesis is scored by the sum of its log-probabilities / `Settings.length_divisor`.  Each step considers
+the 2n best continuations (more with several end tokens), so that n remain if some of them end.  In a diverse
 beam search (Vijayakumar et al. 2018) the beams form groups that advance one after the other, and each group is
 penalized for tokens that the earlier groups have chosen at the same step.
 """
@@ -24,7 +24,7 @@ BLOCKED_SCORE = -1e9  # the score of a beam that must not be continued
 
 class BeamHypothesis(NamedTuple):
     tokens: tuple[int, ...]  # new tokens, including the end token if there is one
-    score: float  # sum of log-probabilities; divided by length ** length_penalty once finished
+    score: float  # sum of log-probabilities; divided by `Settings.length_divisor` once finished
 
 
 class Candidates(NamedTuple):
@@ -71,7 +71,7 @@ class BeamGroup:
         for rank, (score, beam, token) in enumerate(candidates):
             ends = is_last or token in self.settings.eos_token_id
             if ends and rank < self.size and not self.is_done and score > BLOCKED_SCORE / 2:
-                final_score = score / length**self.settings.length_penalty
+                final_score = score / self.settings.length_divisor(length)
                 hypothesis = BeamHypothesis((*self.running[beam].tokens, token), final_score)
                 self.finished = _best_first([*self.finished, hypothesis])[: self.size]
             ranked.append((score + BLOCKED_SCORE if ends else score, beam, token))
@@ -87,11 +87,10 @@ class BeamGroup:
             return False
         if self.settings.early_stopping is True:
             return True
-        penalty = self.settings.length_penalty
         # "never" assumes the length at which a running hypothesis can score best: the maximum if length is rewarded.
-        is_longest_best = self.settings.early_stopping == "never" and penalty > 0
+        is_longest_best = self.settings.early_stopping == "never" and self.settings.length_penalty > 0
         best_length = self.settings.max_new_tokens if is_longest_best else length
-        return self.running[0].score / best_length**penalty <= self.finished[-1].score
+        return self.running[0].score / self.settings.length_divisor(best_length) <= self.finished[-1].score
 
 
 def _best_first(hypotheses: Iterable[BeamHypothesis]) -> list[BeamHypothesis]:

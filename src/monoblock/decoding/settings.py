@@ -50,7 +50,8 @@ class Settings:
     num_beams: int = DefaultInt(1)
     num_beam_groups: int = 1
     diversity_penalty: float = 0.0
-    length_penalty: float = 1.0
+    length_penalty: float = 1.0  # exponent of the divisor of a hypothesis' log-probability
+    length_penalty_form: Literal["length", "gnmt"] = "length"  # the divisor, see `length_divisor`
     early_stopping: bool | Literal["never"] = False
     num_return_sequences: int = 1
     eos_token_id: tuple[int, ...] = ()
@@ -83,6 +84,9 @@ class Settings:
                 raise InputError(f"{name}={show(value)} is not valid; {advice}")
         if not isinstance(self.early_stopping, bool | str) or self.early_stopping not in (True, False, "never"):
             raise InputError(f"early_stopping={show(self.early_stopping)} is not valid; write True, False or 'never'")
+        if not isinstance(self.length_penalty_form, str) or self.length_penalty_form not in LENGTH_OFFSETS:
+            forms = " or ".join(map(repr, LENGTH_OFFSETS))
+            raise InputError(f"length_penalty_form={show(self.length_penalty_form)} is not valid; write {forms}")
         if self.draft is not None and (not isinstance(self.draft, str) or self.draft not in DRAFT_KINDS):
             kinds = " or ".join(map(repr, DRAFT_KINDS))
             raise InputError(
@@ -132,6 +136,15 @@ class Settings:
                 f"lower min_new_tokens"
             )
 
+    def length_divisor(self, length: int) -> float:
+        """Return what beam search divides the log-probability of a hypothesis by.
+
+        "length" is length ** length_penalty, as in Hugging Face; "gnmt" is ((5 + length) / 6) ** length_penalty, which
+        Wu et al. 2016 introduced and Vaswani et al. 2017, 6.1, use with 0.6.
+        """
+        offset = LENGTH_OFFSETS[self.length_penalty_form]
+        return float(((offset + length) / (offset + 1)) ** self.length_penalty)
+
     @property
     def rows_per_prompt(self) -> int:
         """The number of sequences decoded at the same time for one prompt."""
@@ -168,7 +181,8 @@ MAXIMUMS = {"num_beams": 1024, "num_beam_groups": 1024, "num_return_sequences": 
 MAX_BAD_WORDS = 10_000
 # Options that have an effect only in sampling and only in beam search, with the values that switch them off.
 SAMPLING_OPTIONS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
-BEAM_OPTIONS = {"length_penalty": 1.0, "early_stopping": False}
+BEAM_OPTIONS = {"length_penalty": 1.0, "length_penalty_form": "length", "early_stopping": False}
+LENGTH_OFFSETS = {"length": 0, "gnmt": 5}  # what `length_divisor` adds to a length
 NO_DRAFT_WITH_BEAMS = (
     "speculative decoding works on single sequences, not on beams; write num_beams=1 or leave out the draft"
 )

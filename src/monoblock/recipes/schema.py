@@ -235,7 +235,8 @@ class GenerateSection:
     top_k: int = 0  # sample from this many most probable tokens; 0: from all
     top_p: float = 0.95  # sample from the most probable tokens whose probabilities add up to this
     num_beams: int = 4  # number of beams, for tasks that decode by beam search
-    length_penalty: float = 1.0  # beam search divides the log-probability by length to this power
+    length_penalty: float = 1.0  # beam search divides the log-probability by the length, or form, to this power
+    length_penalty_form: Literal["length", "gnmt"] = "length"  # the length, or (5 + length) / 6 (Wu et al. 2016)
     scored_rows: int = 100  # number of validation rows on which the metrics of the model card are computed; 0: none
 
     def __post_init__(self) -> None:

@@ -122,7 +122,9 @@ def build_generation_config(
         sampling = {"temperature": section.temperature, "top_p": section.top_p, "top_k": section.top_k}
         data = {"do_sample": section.temperature > 0, **sampling, **data}
     elif task.decoding == "beam_search":
-        search = {"num_beams": section.num_beams, "length_penalty": section.length_penalty}
+        search: dict[str, Any] = {"num_beams": section.num_beams, "length_penalty": section.length_penalty}
+        if section.length_penalty_form != "length":  # a field of ours, which transformers ignores
+            search["length_penalty_form"] = section.length_penalty_form
         data = {"do_sample": False, **search, **data}
     if tokenizer is None:
         return data

@@ -55,7 +55,8 @@ def _format_decoding(recipe: Recipe, task: Task, context: int | None) -> str:
     section = recipe.generate
     if task.decoding != "beam_search":
         return ""
-    beam = f"beam {section.num_beams}, length penalty {section.length_penalty:g}"
+    form = "" if section.length_penalty_form == "length" else f" ({section.length_penalty_form})"
+    beam = f"beam {section.num_beams}, length penalty {section.length_penalty:g}{form}"
     search = beam if section.num_beams > 1 else "greedy"
     return f"- targets: {search}, at most {section.new_tokens_within(context)} tokens (generation_config.json)\n"
 

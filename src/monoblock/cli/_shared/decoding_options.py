@@ -37,6 +37,11 @@ BEAM_OPTIONS: OptionTable = {
 SEARCH_OPTIONS: OptionTable = {
     "--num-beams": ("num_beams", click.IntRange(min=1), "Number of beams in beam search; 1 is greedy decoding."),
     "--length-penalty": ("length_penalty", float, "Beam search: values above 0 favour longer targets."),
+    "--length-penalty-form": (
+        "length_penalty_form",
+        click.Choice(["length", "gnmt"]),
+        "Beam search divides by length ** penalty, or by ((5 + length) / 6) ** penalty.",
+    ),
     "--max-new-tokens": ("max_new_tokens", int, "Generate at most this many tokens per target."),
     "--temperature": ("temperature", float, "Values above 0 sample the target instead of using beam search."),
     "--top-k": ("top_k", int, "Sample from the k most probable tokens."),

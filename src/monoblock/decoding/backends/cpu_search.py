@@ -20,6 +20,7 @@ from monoblock.decoding.backends.cpu_step import MAX_TOKENS
 from monoblock.decoding.backends.eager import CachedDecoderState, pad_sources
 from monoblock.decoding.beam import BeamHypothesis, BeamSearch
 from monoblock.decoding.prompt import Prompt, pad_right
+from monoblock.decoding.settings import LENGTH_OFFSETS
 from monoblock.nn.attention import Attention
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.inputs.input_positions import memory_positions, token_positions
@@ -156,6 +157,7 @@ class CpuSearchDecoderState(CachedDecoderState):
             early_stopping=str(settings.early_stopping).lower(),
             eos_tokens=list(settings.eos_token_id),
             length_penalty=float(settings.length_penalty),
+            length_offset=float(LENGTH_OFFSETS[settings.length_penalty_form]),
         )
         first_tokens, self.first_tokens = self.first_tokens or [0] * len(searches), None
         for first_token, search in zip(first_tokens, searches, strict=True):

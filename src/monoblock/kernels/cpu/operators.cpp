@@ -63,11 +63,12 @@ TORCH_LIBRARY_FRAGMENT(monoblock, library) {
   library.class_<BeamSearchBatch>("BeamSearchBatch")
       .def(
           torch::init<c10::intrusive_ptr<SearchModel>, Tensors, Tensors, Tensors, Tensors, OptionalTensor,
-                      const at::Tensor&, OptionalTensor, int64_t, int64_t, std::string, std::vector<int64_t>, double>(),
+                      const at::Tensor&, OptionalTensor, int64_t, int64_t, std::string, std::vector<int64_t>, double,
+                      double>(),
           "",
           {arg("model"), arg("keys"), arg("values"), arg("source_keys"), arg("source_values"), arg("source_mask"),
            arg("lengths"), arg("position_table"), arg("beams"), arg("max_new_tokens"), arg("early_stopping"),
-           arg("eos_tokens"), arg("length_penalty")})
+           arg("eos_tokens"), arg("length_penalty"), arg("length_offset") = 0.0})
       .def("add", &BeamSearchBatch::add, "",
            {arg("first_token"), arg("scores"), arg("running"), arg("finished_scores"), arg("finished"), arg("done")})
       .def("step", &BeamSearchBatch::step, "", {arg("x"), arg("suppressed")})

@@ -43,6 +43,7 @@ class TextOptions(TypedDict, total=False):
     num_beam_groups: int
     diversity_penalty: float
     length_penalty: float
+    length_penalty_form: Literal["length", "gnmt"]  # length ** penalty, or ((5 + length) / 6) ** penalty
     early_stopping: bool | Literal["never"]
     eos_token_id: int | Sequence[int] | None
     pad_token_id: int | None

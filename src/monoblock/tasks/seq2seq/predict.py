@@ -85,15 +85,17 @@ def _run_requests(
         prompts = [requests[index].prompt for index in indices]
         hypotheses = loaded.generate(prompts, [requests[index].settings for index in indices])
         if with_scores and settings.num_beams == 1:
-            _score_hypotheses(loaded, prompts, [row[0] for row in hypotheses], settings.length_penalty)
+            _score_hypotheses(loaded, prompts, [row[0] for row in hypotheses], settings)
         for index, row in zip(indices, hypotheses, strict=True):
             results[index] = row
     return results
 
 
 @torch.inference_mode()
-def _score_hypotheses(loaded: LoadedModel, prompts: list[Prompt], hypotheses: list[Hypothesis], penalty: float) -> None:
-    """Set the score of each hypothesis to log-probability / length ** penalty, the score of beam search."""
+def _score_hypotheses(
+    loaded: LoadedModel, prompts: list[Prompt], hypotheses: list[Hypothesis], settings: Settings
+) -> None:
+    """Set the score of each hypothesis to its log-probability / `length_divisor`, the score of beam search."""
     device = loaded.model.device
     source, mask = pad_right([prompt.source or () for prompt in prompts], device)
     targets = [(*prompt.ids, *hypothesis.ids) for prompt, hypothesis in zip(prompts, hypotheses, strict=True)]
@@ -102,7 +104,7 @@ def _score_hypotheses(loaded: LoadedModel, prompts: list[Prompt], hypotheses: li
     for row, (prompt, hypothesis) in enumerate(zip(prompts, hypotheses, strict=True)):
         positions = torch.arange(len(prompt.ids) - 1, len(targets[row]) - 1, device=device)
         total = log_probs[row, positions, torch.tensor(hypothesis.ids, device=device)].sum().item()
-        hypothesis.score = total / max(1, len(hypothesis.ids)) ** penalty
+        hypothesis.score = total / settings.length_divisor(max(1, len(hypothesis.ids)))
 
 
 def _build_requests(

@@ -58,7 +58,7 @@ class DeviceSearch:
         self.finished_scores = zeros(S, n, dtype=torch.double)  # best first, -inf if there are fewer
         self.finished_tokens = zeros(S, n, L)
         self.finished_lengths = zeros(S, n)  # 0 if there are fewer
-        # The settings of each search.  Divisors are length ** length_penalty by length; `best_divisors` are those of
+        # The settings of each search.  Divisors are `Settings.length_divisor` by length; `best_divisors` are those of
         # the length at which a running hypothesis may score best.
         self.max_new_tokens = zeros(S)
         self.min_new_tokens = zeros(S)
@@ -99,10 +99,9 @@ class DeviceSearch:
 
     def _length_tables(self, settings: Settings) -> tuple[list[float], list[float]]:
         """Return `divisors` and `best_divisors` for one search (see `BeamGroup._can_stop`)."""
-        penalty, longest = settings.length_penalty, settings.max_new_tokens
-        divisors = [1.0, *(float(length**penalty) for length in range(1, self.shape.max_new_tokens + 1))]
-        is_longest_best = settings.early_stopping == "never" and penalty > 0
-        return divisors, [float(longest**penalty)] * len(divisors) if is_longest_best else divisors
+        divisors = [1.0, *map(settings.length_divisor, range(1, self.shape.max_new_tokens + 1))]
+        is_longest_best = settings.early_stopping == "never" and settings.length_penalty > 0
+        return divisors, [divisors[settings.max_new_tokens]] * len(divisors) if is_longest_best else divisors
 
     # -- one step -------------------------------------------------------------------------------------------------
 

@@ -27,8 +27,13 @@ struct BeamSettings {
   enum EarlyStopping { NO, YES, NEVER };
   int64_t beams, max_new_tokens;
   int early_stopping;
-  double length_penalty;  // a score is divided by the length to this power
+  double length_penalty, length_offset;
   std::vector<int64_t> eos_tokens;
+
+  // What the score of a hypothesis is divided by.
+  double divisor(int64_t length) const {
+    return std::pow((length_offset + double(length)) / (length_offset + 1), length_penalty);
+  }
 
   bool is_eos(int64_t token) const {
     return std::find(eos_tokens.begin(), eos_tokens.end(), token) != eos_tokens.end();
@@ -73,7 +78,7 @@ struct BeamHypotheses {
       Candidate& candidate = candidates[rank];
       if (!is_last && !settings.is_eos(candidate.token)) continue;
       if (int64_t(rank) < settings.beams && !is_done && candidate.score > EXCLUDED / 2) {
-        Hypothesis ended = extend(candidate, candidate.score / std::pow(double(length_now), settings.length_penalty));
+        Hypothesis ended = extend(candidate, candidate.score / settings.divisor(length_now));
         const auto is_worse = [&](const Hypothesis& other) { return ended.score > other.score; };
         finished.insert(std::find_if(finished.begin(), finished.end(), is_worse), std::move(ended));
         if (int64_t(finished.size()) > settings.beams) finished.pop_back();
@@ -90,7 +95,7 @@ struct BeamHypotheses {
     if (settings.early_stopping == BeamSettings::YES) return true;
     const bool is_long = settings.early_stopping == BeamSettings::NEVER && settings.length_penalty > 0;
     const int64_t best_length = is_long ? settings.max_new_tokens : length_now;
-    return running[0].score / std::pow(double(best_length), settings.length_penalty) <= finished.back().score;
+    return running[0].score / settings.divisor(best_length) <= finished.back().score;
   }
 };
 

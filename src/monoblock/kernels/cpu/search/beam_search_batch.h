@@ -45,7 +45,8 @@ inline ScoredTokens to_scored_tokens(const std::vector<Hypothesis>& hypotheses) 
 }
 
 inline BeamSettings read_settings(int64_t beams, int64_t max_new_tokens, const std::string& early_stopping,
-                                  std::vector<int64_t> eos_tokens, double length_penalty) {
+                                  std::vector<int64_t> eos_tokens, double length_penalty,
+                                  double length_offset) {
   check_range("beams", beams, 1, MAX_HEADS), check_range("max_new_tokens", max_new_tokens, 1, MAX_SIZE);
   const bool is_true = early_stopping == "true", is_never = early_stopping == "never";
   TORCH_CHECK(is_true || is_never || early_stopping == "false", "early_stopping is '", early_stopping,
@@ -54,7 +55,7 @@ inline BeamSettings read_settings(int64_t beams, int64_t max_new_tokens, const s
           is_true    ? BeamSettings::YES
           : is_never ? BeamSettings::NEVER
                      : BeamSettings::NO,
-          length_penalty, std::move(eos_tokens)};
+          length_penalty, length_offset, std::move(eos_tokens)};
 }
 
 class BeamSearchBatch : public torch::CustomClassHolder {
@@ -65,9 +66,10 @@ class BeamSearchBatch : public torch::CustomClassHolder {
   BeamSearchBatch(c10::intrusive_ptr<SearchModel> model_, const Tensors& keys, const Tensors& values,
                   const Tensors& source_keys, const Tensors& source_values, const OptionalTensor& source_mask,
                   const at::Tensor& lengths_, OptionalTensor position_table, int64_t beams, int64_t max_new_tokens,
-                  const std::string& early_stopping, std::vector<int64_t> eos_tokens, double length_penalty)
+                  const std::string& early_stopping, std::vector<int64_t> eos_tokens, double length_penalty,
+                  double length_offset)
       : model(std::move(model_)), position_table(std::move(position_table)),
-        settings(read_settings(beams, max_new_tokens, early_stopping, std::move(eos_tokens), length_penalty)),
+        settings(read_settings(beams, max_new_tokens, early_stopping, std::move(eos_tokens), length_penalty, length_offset)),
         batch{*checked(model)->stack} {
     check_tensor("lengths", lengths_, at::kLong, {ANY});
     rows = lengths_.numel(), batch.rows_per_source = beams, row_lengths = to_list(lengths_);
