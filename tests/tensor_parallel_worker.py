@@ -13,7 +13,7 @@ import torch
 
 import monoblock as mb
 from monoblock.cli.main import run
-from monoblock.decoding.backends.select import choose_backend
+from monoblock.decoding.backends.prepared_model import reason_not_to_optimize
 from monoblock.interop.folder import load_model
 from monoblock.parallel import inference
 from monoblock.parallel.gather import whole_tensor
@@ -101,9 +101,7 @@ def compare_generation(whole, part, ids):
         if texts[0] != texts[1]:
             result["differ"].append(name)
     result["fresh seed"] = part.generate(ids, max_new_tokens=6, temperature=1.0).tolist()
-    backend = choose_backend(part)
-    state = backend.make_state(32, 3, None, speculative=False)
-    result["backends"] = [type(state).__name__, "no inference copy" if backend.prepared is None else "inference copy"]
+    result["refusal"] = reason_not_to_optimize(part)
     caches = [model.make_cache(3, 32) for model in (whole, part)]
     for model, cache in zip((whole, part), caches, strict=True):
         with torch.no_grad():

@@ -76,8 +76,9 @@ def test_updates_with_bad_losses_are_never_applied(tmp_path):
 def test_a_skipped_update_is_written_to_the_metrics(tmp_path):
     recipe = write_recipe(tmp_path, {"train": {"steps": 4, "eval_every": 0}})
     run, _ = train_to_end(recipe, tmp_path / "run", change=scale_losses({2: float("nan")}))
-    lines = read_metrics(tmp_path / "run")
+    *lines, final = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert final["final"]
     batch = run.task_data.batch_plan.batch_at(2)
     assert lines[2] == {"step": 3, "skipped": "the loss is nan", "epoch": 0, "samples": batch.indices.tolist()}
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[2])
