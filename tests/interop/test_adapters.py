@@ -145,6 +145,7 @@ def published(tmp_path_factory):
     return folder
 
 
+@pytest.mark.filterwarnings("ignore:.*usually has a unigram tokenizer")
 @torch.no_grad()
 @pytest.mark.parametrize("target_format", ["monoblock", "hf"])
 def test_convert_merges_an_adapter_with_a_new_head_into_its_base(published, tmp_path, target_format, capsys):
