@@ -22,7 +22,7 @@ from monoblock.runs.load import load
 from monoblock.runs.recipe import parse_recipe, read_recipe
 from monoblock.tasks.image_inputs import read_pixels
 from monoblock.training import checkpoint, resume_state
-from monoblock.untrusted_files import parse_json, parse_toml, read_text, reading
+from monoblock.untrusted_files import parse_json, parse_toml, read_text, reading, write_atomically
 
 RECIPE = '[data]\ncorpus = "reverse"\n[model]\nfamily = "gpt"\nwidth = 8\ndepth = 1\nheads = 1\ncontext = 8\n'
 PICTURE = PatchConfig(image=8, patch=4, channels=3)
@@ -325,3 +325,23 @@ def test_the_name_of_a_recipe_cannot_be_a_path(name):
     data = parse_toml(RECIPE, "x")
     assert parse_recipe(data | {"name": "my-run.1 =2"}).name == "my-run.1 =2"
     assert_refused("is not the name of a folder in runs/", parse_recipe, data | {"name": name})
+
+
+def test_a_file_or_a_link_to_one_is_replaced_and_a_folder_a_pipe_and_a_device_are_not(tmp_path):
+    (tmp_path / "target").write_text("target")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "file").write_text("before")
+    for name in ("file", "link", "new"):
+        write_atomically(tmp_path / name, "é")
+        assert (tmp_path / name).read_bytes() == "é".encode()
+        assert not (tmp_path / name).is_symlink()
+    assert (tmp_path / "target").read_text() == "target"
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/null")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "device", "folder"):
+        with pytest.raises(mb.FileError, match=f"{name} cannot be written: it is not a regular file"):
+            write_atomically(tmp_path / name, "é")
+    with pytest.raises(mb.FileError, match="cannot be written: No such file or directory"):
+        write_atomically(tmp_path / "missing/file", "é")
+    assert not list(tmp_path.glob("*.tmp"))

@@ -181,7 +181,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     pipe or a device, FileError is raised.
     """
     path = Path(path)
-    if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):
+    if path.exists() and not path.is_file():  # nor a link to one, such as /dev/stdout
         raise FileError(f"{path} cannot be written: it is not a regular file; delete it, or give another name")
     temporary = path.with_name(f"{path.name}.tmp")
     try:
