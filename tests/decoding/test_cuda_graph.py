@@ -1,5 +1,7 @@
 """Recorded steps without a GPU: replaying runs the step again, in the same buffers."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -174,3 +176,29 @@ def test_prompts_that_cannot_be_recorded_are_run_as_they_are(monkeypatch):
     engine, prompts = graph_engine(model, monkeypatch), [[1, 2, 3], [4, 5, 6]]
     expected = decode(plain_engine(model), SETTINGS["greedy"], prompts)
     assert all(decode(engine, SETTINGS["greedy"], prompts) == expected for _ in range(4))
+
+
+def test_no_garbage_is_collected_while_a_step_is_recorded():
+    """A graph that was freed during a recording broke it."""
+    from monoblock.decoding.backends.search.record import _without_collections
+
+    with _without_collections():
+        assert not gc.isenabled()
+        with _without_collections():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_kept_state_does_not_keep_its_optimized_model(monkeypatch):
+    model = tiny_model("gpt2")
+    engine = graph_engine(model, monkeypatch)
+    decode(engine, SETTINGS["greedy"])
+    fast = weakref.ref(engine.model)
+    assert fast()._idle_graphs
+    gc.disable()
+    try:
+        del engine
+        assert fast() is None
+    finally:
+        gc.enable()

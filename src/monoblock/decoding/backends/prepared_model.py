@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from functools import partial
 from typing import Literal
 
 import torch
@@ -102,13 +104,17 @@ class PreparedModel:
             capacity,
             rows_per_prompt,
             prefill_chunk,
-            give_back=self._keep_graph,
+            give_back=partial(_keep_graph, weakref.ref(self)),
             pool=self._search_buffers,
         )
 
-    def _keep_graph(self, state: CudaGraphDecoderState) -> None:
-        with self._lock:
-            self._idle_graphs[type(state)] = state
+
+def _keep_graph(owner: weakref.ref[PreparedModel], state: CudaGraphDecoderState) -> None:
+    """Keep an idle state for the next call; the state holds no reference to its owner, so both are freed at once."""
+    prepared = owner()
+    if prepared is not None:
+        with prepared._lock:
+            prepared._idle_graphs[type(state)] = state
 
 
 def reason_not_to_optimize(model: Transformer | Recurrent) -> str | None:

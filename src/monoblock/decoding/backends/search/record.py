@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -34,9 +36,22 @@ def record(run: Callable[[], None], device: torch.device) -> Recording:
     torch.cuda.current_stream(device).wait_stream(side)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     try:
-        with _recording, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads go on decoding
+        mode = "thread_local"  # other threads go on decoding
+        with _recording, _without_collections(), torch.cuda.graph(graph, capture_error_mode=mode):
             run()
     except RuntimeError:
         torch.cuda.set_stream(stream)  # torch stays on the stream of a recording that failed
         raise
     return graph
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage inside a `with` block: a graph that is freed during a recording breaks it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
