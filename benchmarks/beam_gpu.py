@@ -60,7 +60,7 @@ Found = dict[int, list[tuple[tuple[int, ...], float]]]
 
 def search(engine: Engine, prompts: TokenRows, settings: Settings, start: int = START) -> Found:
     """Return (tokens, score) of each returned sequence, by the index of its prompt."""
-    has_encoder = engine.model.encoder is not None
+    has_encoder = engine.model.config.encoder is not None
     index_by_request = {}
     for index, prompt in enumerate(prompts):
         request = engine.add([start], settings, source=prompt) if has_encoder else engine.add(prompt, settings)
