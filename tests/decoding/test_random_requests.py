@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from interrupt_support import interrupted_step
+from operator_support import optimize
 from support import build_model
 
 import monoblock as mb
@@ -114,7 +115,7 @@ def run_batch(rng, name, count):
     proposer = random_proposer(rng, name, model)
     use_cache = proposer is not None or rng.random() < 0.9
     engine = mb.Engine(
-        mb.optimize(model) if use_cache and rng.random() < 0.7 else model,
+        optimize(model) if use_cache and rng.random() < 0.7 else model,
         max_rows=rng.choice((3, 7, 64)),
         prefill_chunk=rng.choice((None, None, 1, 2, 5, 17, 30)),
         proposer=proposer,
