@@ -37,10 +37,10 @@ from translate_real import to_transformers
 
 import monoblock as mb
 from monoblock.cli._bench.translation import TokenRows, pad_rows, random_sources
-from monoblock.decoding.backends import select
-from monoblock.decoding.batch_rows import default_max_rows
-from monoblock.decoding.engine import Engine
-from monoblock.decoding.settings import Settings
+from monoblock.inference.backends import select
+from monoblock.inference.batch_rows import default_max_rows
+from monoblock.inference.engine import Engine
+from monoblock.inference.settings import Settings
 from monoblock.kernels.gpu_beams import attend_beams, attend_source, best_tokens
 from monoblock.nn.attention import attend
 from monoblock.recipes.parse import read_toml

@@ -23,11 +23,11 @@ from _report import command_line, commit
 
 import monoblock as mb
 from monoblock.config.model import ModelConfig
-from monoblock.decoding.draft_model import DraftModel
-from monoblock.decoding.engine import Engine
-from monoblock.decoding.prompt import Prompt
-from monoblock.decoding.settings import Settings
-from monoblock.decoding.speculative import PromptLookup, Proposer
+from monoblock.inference.draft_model import DraftModel
+from monoblock.inference.engine import Engine
+from monoblock.inference.prompt import Prompt
+from monoblock.inference.settings import Settings
+from monoblock.inference.speculative import PromptLookup, Proposer
 from monoblock.kernels.gpu import argmax, gated_activation, gated_linear, get_quantized, linear, norm
 from monoblock.kernels.gpu_attention import attend_step
 from monoblock.kernels.gpu_quantized import NextNorm, get_started_norm, prepare_matrix, quantized_linear

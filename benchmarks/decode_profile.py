@@ -17,7 +17,7 @@ from decode_gpu import NEW, PROMPT, QUANTIZED_GROUPS, quantized_model
 from torch.profiler import ProfilerActivity, profile
 
 import monoblock as mb
-from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState
+from monoblock.inference.backends.cuda_graph import CudaGraphDecoderState
 
 STEPS = 64
 

@@ -33,7 +33,7 @@ from monoblock.cli._bench.translation import (
     pad_rows,
     search_batches,
 )
-from monoblock.decoding.settings import Settings
+from monoblock.inference.settings import Settings
 from monoblock.metrics.text import bleu
 from monoblock.nn.positions import sinusoid
 from monoblock.quantization.convert import quantize

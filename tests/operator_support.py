@@ -1,8 +1,8 @@
 """Helpers for tests of the CPU operators of decoding."""
 
 import monoblock as mb
-from monoblock.decoding.backends import cpu_step, inference_copy
-from monoblock.decoding.backends.prepared_model import reason_not_to_optimize
+from monoblock.inference.backends import cpu_step, inference_copy
+from monoblock.inference.backends.prepared_model import reason_not_to_optimize
 
 
 def record_operator_steps(monkeypatch):

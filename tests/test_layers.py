@@ -19,7 +19,7 @@ FLOORS = [
     "nn",
     "tokenizers data metrics plots",
     "quantization parallel",
-    "training decoding interop inspection",
+    "training inference interop inspection",
     "recipes",
     "tasks",
     "doctor",
@@ -30,13 +30,13 @@ FLOORS = [
 ]
 STANDARD_LIBRARY_ONLY = {"errors", "untrusted_files", "config"}
 WITHOUT_TORCH = {"errors", "untrusted_files", "config", "accounting"}
-STRANGERS = {"training", "decoding", "interop", "inspection"}  # none of them imports another
+STRANGERS = {"training", "inference", "interop", "inspection"}  # none of them imports another
 PRINTS = {"cli", "__main__"}
 
 # The only imports from a floor above: inside these methods of the two model classes; and a report writes its own page.
 FACADE_METHODS = {
-    "generate": "decoding",
-    "stream": "decoding",
+    "generate": "inference",
+    "stream": "inference",
     "from_pretrained": "interop",
     "save_pretrained": "interop",
 }
@@ -188,9 +188,9 @@ def test_only_the_command_line_prints_and_reads_argv(file):
 
 
 def test_the_engine_does_not_ask_for_the_class_of_a_model():
-    tree = ast.parse((PACKAGE / "decoding/engine.py").read_text())
+    tree = ast.parse((PACKAGE / "inference/engine.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"]
-    assert not calls, f"decoding/engine.py:{calls[0].lineno}: ask the backend instead"
+    assert not calls, f"inference/engine.py:{calls[0].lineno}: ask the backend instead"
 
 
 # The reader of imports is code as well, and one that sees nothing would let everything pass.
@@ -208,11 +208,11 @@ def test_the_engine_does_not_ask_for_the_class_of_a_model():
         ("tokenizers.train", "from monoblock.data.noise import drop"),
         ("nn.norm", "def late():\n    from monoblock.training.loss import Loss"),
         ("nn.norm", "if TYPE_CHECKING:\n    from monoblock.training.loss import Loss"),
-        ("nn.transformer", "from monoblock.decoding import engine"),
-        ("nn.transformer", "def forward():\n    from monoblock.decoding import engine"),
+        ("nn.transformer", "from monoblock.inference import engine"),
+        ("nn.transformer", "def forward():\n    from monoblock.inference import engine"),
         ("nn.transformer", "def generate():\n    from monoblock.interop import folder"),
-        ("nn.block", "def generate():\n    from monoblock.decoding import engine"),
-        ("training.trainer", "from monoblock.decoding import beam"),
+        ("nn.block", "def generate():\n    from monoblock.inference import engine"),
+        ("training.trainer", "from monoblock.inference import beam"),
         ("inspection.trace", "from monoblock.training import trainer"),
         ("recipes.parse", "from monoblock.tasks import table"),
         ("config.model", "import numpy"),
@@ -232,7 +232,7 @@ def test_a_wrong_import_is_seen(module, source):
         ("data.noise", "from monoblock.tokenizers.tokenizer import Tokenizer"),
         (
             "nn.transformer",
-            "class Transformer:\n    def generate(self):\n        from monoblock.decoding import engine",
+            "class Transformer:\n    def generate(self):\n        from monoblock.inference import engine",
         ),
         (
             "nn.transformer",

@@ -12,7 +12,7 @@ import pytest
 import monoblock
 from monoblock.config.knob_options import Knobs
 from monoblock.config.knobs import KNOBS
-from monoblock.decoding.settings import Settings
+from monoblock.inference.settings import Settings
 from monoblock.nn.inputs.generation_options import GenerationOptions
 from monoblock.nn.transformer import ModelOptions
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 import monoblock as mb
-from monoblock.decoding.backends import inference_copy
-from monoblock.decoding.engine import Engine
-from monoblock.decoding.settings import Settings
 from monoblock.errors import InputError
+from monoblock.inference.backends import inference_copy
+from monoblock.inference.engine import Engine
+from monoblock.inference.settings import Settings
 
 VOCAB, CONTEXT = 31, 24
 SIZES: dict[str, Any] = {"vocab": VOCAB, "width": 24, "depth": 2, "heads": 3}

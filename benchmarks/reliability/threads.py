@@ -24,7 +24,7 @@ import torch
 from _sanitizer import build_kernels, make_environment, use_environment
 
 import monoblock as mb
-from monoblock.decoding.backends import inference_copy
+from monoblock.inference.backends import inference_copy
 
 RUNS_PER_PROCESS = 20
 TIMEOUT = 900  # seconds for the runs of one process, so that a deadlock is found

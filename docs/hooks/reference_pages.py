@@ -30,7 +30,7 @@ PAGES = (
         ("nn.lora", "interop.adapters", "interop.huggingface", "quantization"),
     ),
     ("training", "Training and evaluation", ("runs", "training", "tasks", "tokenizers")),
-    ("decoding", "Decoding", ("decoding", "parallel")),
+    ("inference", "Decoding", ("inference", "parallel")),
     ("inspection", "Inspection, doctor and counting", ("inspection", "doctor", "runs.account", "plots")),
     ("errors", "Errors", ("errors",)),
 )

@@ -34,9 +34,6 @@ from monoblock.config.model import (
     StackConfig as StackConfig,
 )
 from monoblock.config.presets import PRESETS as PRESETS, preset as preset, tiny as tiny
-from monoblock.decoding.engine import Engine as Engine
-from monoblock.decoding.optimized import OptimizedModel as OptimizedModel, optimize as optimize
-from monoblock.decoding.settings import Settings as Settings
 from monoblock.doctor.report import Finding as Finding, Report as Report
 from monoblock.errors import (
     ConfigError as ConfigError,
@@ -44,6 +41,9 @@ from monoblock.errors import (
     InputError as InputError,
     MonoblockError as MonoblockError,
 )
+from monoblock.inference.engine import Engine as Engine
+from monoblock.inference.optimized import OptimizedModel as OptimizedModel, optimize as optimize
+from monoblock.inference.settings import Settings as Settings
 from monoblock.inspection.edits import ablate as ablate, add_vector as add_vector, patch as patch
 from monoblock.inspection.trace import trace as trace
 from monoblock.interop.adapters import load_adapter as load_adapter, save_adapter as save_adapter

@@ -9,11 +9,11 @@ from support import assert_near_in_norm, build_model, random_source, random_toke
 
 import monoblock as mb
 from monoblock.config.model import Repeat
-from monoblock.decoding.backends.cpu_search import CpuSearchDecoderState
-from monoblock.decoding.backends.inference_copy import build_inference_copy
-from monoblock.decoding.engine import Engine
-from monoblock.decoding.prompt import Prompt
-from monoblock.decoding.settings import Settings
+from monoblock.inference.backends.cpu_search import CpuSearchDecoderState
+from monoblock.inference.backends.inference_copy import build_inference_copy
+from monoblock.inference.engine import Engine
+from monoblock.inference.prompt import Prompt
+from monoblock.inference.settings import Settings
 from monoblock.inspection.pruning import prune_heads
 from monoblock.kernels.cpu import library
 

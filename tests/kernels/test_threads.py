@@ -14,9 +14,9 @@ from operator_support import search_operators, use_kernels_for_toys
 from support import build_model
 
 import monoblock as mb
-from monoblock.decoding.backends import inference_copy
-from monoblock.decoding.engine import Engine
-from monoblock.decoding.settings import Settings
+from monoblock.inference.backends import inference_copy
+from monoblock.inference.engine import Engine
+from monoblock.inference.settings import Settings
 from monoblock.kernels.cpu import library
 
 SIZES = {"vocab": 37, "width": 24, "depth": 2, "heads": 3, "hidden": 29, "context": 23}

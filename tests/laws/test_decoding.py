@@ -11,9 +11,9 @@ import pytest
 import torch
 from support import has_decoder, is_encoder_decoder, law_names, tiny_model
 
-from monoblock.decoding.beam import BeamSearch
-from monoblock.decoding.engine import Engine
-from monoblock.decoding.settings import Settings
+from monoblock.inference.beam import BeamSearch
+from monoblock.inference.engine import Engine
+from monoblock.inference.settings import Settings
 
 DECODERS = law_names(has_decoder)
 ROWS, SHORTEST, NEW, VOCAB = 7, 2, 8, 61

@@ -8,8 +8,8 @@ from torch import nn
 
 import monoblock as mb
 from monoblock.classic import lecture
-from monoblock.decoding.draft_model import DraftModel
 from monoblock.errors import ConfigError, InputError
+from monoblock.inference.draft_model import DraftModel
 
 CONFIG = mb.gpt(vocab=11, width=12, depth=1, heads=2, context=8)
 IDS = torch.zeros(2, 3, dtype=torch.long)

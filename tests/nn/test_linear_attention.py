@@ -8,10 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from monoblock.accounting.report import account
 from monoblock.config.families import bert, gpt, llama
 from monoblock.config.model import Rotary
-from monoblock.decoding.backends.cuda_graph import SUPPORTED as GRAPH_SUPPORTED
-from monoblock.decoding.backends.inference_copy import reason_for_no_copy
-from monoblock.decoding.backends.supported_fields import unsupported_field
 from monoblock.errors import ConfigError, InputError
+from monoblock.inference.backends.cuda_graph import SUPPORTED as GRAPH_SUPPORTED
+from monoblock.inference.backends.inference_copy import reason_for_no_copy
+from monoblock.inference.backends.supported_fields import unsupported_field
 from monoblock.interop.huggingface.export import choose_family
 from monoblock.nn.linear_attention import (
     CHUNK,

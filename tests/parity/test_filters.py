@@ -9,9 +9,9 @@ pytest.importorskip("transformers")
 
 from transformers.generation import logits_process as theirs  # noqa: E402
 
-from monoblock.decoding.batch_filters import Filters  # noqa: E402
-from monoblock.decoding.filters import TokenHistory  # noqa: E402
-from monoblock.decoding.settings import Settings  # noqa: E402
+from monoblock.inference.batch_filters import Filters  # noqa: E402
+from monoblock.inference.filters import TokenHistory  # noqa: E402
+from monoblock.inference.settings import Settings  # noqa: E402
 
 B, V, PROMPT, NEW = 7, 61, 17, 5
 EOS_IDS = (3, 11)

@@ -144,8 +144,8 @@ def test_padded_prompts_give_the_tokens_of_transformers(pair, name):
 
 
 def test_the_beam_scores_equal_those_of_transformers(pair):
-    from monoblock.decoding.engine import Engine
-    from monoblock.decoding.settings import Settings
+    from monoblock.inference.engine import Engine
+    from monoblock.inference.settings import Settings
 
     ours, theirs, eos_ids = pair
     options = {"num_beams": 4, "num_return_sequences": 4, "length_penalty": 0.6}

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.decoding.backends.inference.gpu_quantized_linear import (
+from monoblock.inference.backends.fast_modules.gpu_quantized_linear import (
     FusedQuantizedLinear,
     InferenceQuantizedLinear,
     JoinedMatrix,
     can_join_quantized,
 )
-from monoblock.decoding.backends.inference.joined_norms import join_norms
-from monoblock.decoding.backends.inference_copy import _copy_module, _fuse_weights
+from monoblock.inference.backends.fast_modules.joined_norms import join_norms
+from monoblock.inference.backends.inference_copy import _copy_module, _fuse_weights
 from monoblock.kernels import gpu_quantized
 from monoblock.kernels.gpu import NormInput, QuantizedVector, get_quantized
 from monoblock.kernels.gpu_quantized import get_started_norm, prepare_matrix

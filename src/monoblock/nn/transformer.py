@@ -286,13 +286,13 @@ class Transformer(nn.Module):
         default), temperature, top_k, top_p, num_beams, num_return_sequences, eos_token_id, attention_mask, seed and the
         others of `ModelOptions`.  With return_scores, the result also has the log-probability of each new token.
         """
-        from monoblock.decoding.generate import generate
+        from monoblock.inference.generate import generate
 
         return generate(self, ids, return_scores=return_scores, **options)
 
     def stream(self, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
         """Yield the new tokens (B,) after each step; `options` are those of `generate`."""
-        from monoblock.decoding.generate import stream
+        from monoblock.inference.generate import stream
 
         return stream(self, ids, **options)
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from monoblock.decoding.settings import Settings, parse_settings
 from monoblock.errors import FileError, InputError
+from monoblock.inference.settings import Settings, parse_settings
 from monoblock.interop.folder import CONFIG_FILE
 from monoblock.interop.generation_fields import UNREPORTED_FIELDS, is_neutral
 from monoblock.interop.gguf.sampling import read_sampling

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from monoblock.config.model import ModelConfig
-from monoblock.decoding.backends.prepared_model import arrange_weights, reason_not_to_optimize
 from monoblock.errors import FileError, InputError
+from monoblock.inference.backends.prepared_model import arrange_weights, reason_not_to_optimize
 from monoblock.interop.folder import CONFIG_FILE, load_model
 from monoblock.interop.hub import resolve_model_path
 from monoblock.interop.labels import read_labels

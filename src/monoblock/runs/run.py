@@ -13,7 +13,7 @@ from torch import Tensor
 from monoblock.config.inputs import EmbeddingConfig
 from monoblock.config.model import ModelConfig
 from monoblock.config.positions import Sinusoid
-from monoblock.decoding.evaluation_mode import evaluation_mode
+from monoblock.inference.evaluation_mode import evaluation_mode
 from monoblock.interop.companions import read_published_fields
 from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config

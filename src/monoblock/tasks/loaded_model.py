@@ -11,16 +11,16 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from monoblock.config.model import PatchConfig
-from monoblock.decoding.backends.prepared_model import GenerativeModel, reason_not_to_optimize
-from monoblock.decoding.batch_rows import default_max_rows
-from monoblock.decoding.engine import Engine
-from monoblock.decoding.generate import truncated_length
-from monoblock.decoding.optimized import optimize
-from monoblock.decoding.prompt import Prompt
-from monoblock.decoding.settings import Settings, check_effects, parse_settings
-from monoblock.decoding.streaming_text import StreamingText, TextChunk, stream_chunks
-from monoblock.decoding.token_scores import score_tokens
 from monoblock.errors import InputError
+from monoblock.inference.backends.prepared_model import GenerativeModel, reason_not_to_optimize
+from monoblock.inference.batch_rows import default_max_rows
+from monoblock.inference.engine import Engine
+from monoblock.inference.generate import truncated_length
+from monoblock.inference.optimized import optimize
+from monoblock.inference.prompt import Prompt
+from monoblock.inference.settings import Settings, check_effects, parse_settings
+from monoblock.inference.streaming_text import StreamingText, TextChunk, stream_chunks
+from monoblock.inference.token_scores import score_tokens
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import DataSection
@@ -83,7 +83,7 @@ class Hypothesis:
 
     text: str = ""
     num_tokens: int = 0
-    finish_reason: str | None = None  # see FINISH_REASONS in decoding/request.py
+    finish_reason: str | None = None  # see FINISH_REASONS in inference/request.py
     score: float | None = None  # sum of log-probabilities / length ** length_penalty
     ids: tuple[int, ...] = ()  # the generated tokens, including the end token
     token_scores: tuple[float, ...] | None = None  # their log-probabilities, if asked for

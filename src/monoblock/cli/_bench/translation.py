@@ -18,9 +18,9 @@ import torch
 
 from monoblock.cli._shared.bench_runners import RunnerUnavailable, silence_transformers
 from monoblock.config.families import vaswani
-from monoblock.decoding.engine import Engine
-from monoblock.decoding.optimized import optimize
-from monoblock.decoding.settings import Settings
+from monoblock.inference.engine import Engine
+from monoblock.inference.optimized import optimize
+from monoblock.inference.settings import Settings
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import quantize
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from monoblock.decoding.optimized import optimize
 from monoblock.errors import MonoblockError
+from monoblock.inference.optimized import optimize
 from monoblock.nn.transformer import Transformer
 
 RunFunction = Callable[[list[list[int]], int], Any]

@@ -11,8 +11,8 @@ from monoblock.cli._shared.output import echo
 from monoblock.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from monoblock.decoding.settings import Settings
-    from monoblock.decoding.streaming_text import TextChunk
+    from monoblock.inference.settings import Settings
+    from monoblock.inference.streaming_text import TextChunk
     from monoblock.runs.pipeline import Pipeline
 
 # Option -> (field of Settings, type, help). Options not given fall back to the folder's generation_config.json.

@@ -16,13 +16,13 @@ import torch
 
 from monoblock.config.schema import check_at_least, check_types
 from monoblock.data.corpora.load import load_corpus
-from monoblock.decoding.optimized import OptimizedModel, optimize
 from monoblock.errors import SplitError
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import load_run, train_run, training_metrics, trial_recipe
 from monoblock.experiments.models.budgets import LANGUAGE_MODEL, TEXT_SMOKE, TEXT_STAND_IN
+from monoblock.inference.optimized import OptimizedModel, optimize
 from monoblock.runs.pipeline import Pipeline
 from monoblock.tasks.language_modeling.data import tokenize_corpus
 

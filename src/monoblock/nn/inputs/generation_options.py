@@ -1,6 +1,6 @@
 """The keyword arguments and the result of `generate` and its relatives, for type checkers and editors.
 
-The arguments are the fields of `Settings` in decoding/settings.py, which checks their values and gives the defaults.
+The arguments are the fields of `Settings` in inference/settings.py, which checks their values and gives the defaults.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class GeneratedTokens(NamedTuple):
     """The result of `generate` with return_scores=True."""
 
     ids: Tensor  # (rows, T + N): the prompts with their new tokens
-    scores: Tensor  # (rows, N): the log-probability of each new token, 0 for padding; see decoding/token_scores.py
+    scores: Tensor  # (rows, N): the log-probability of each new token, 0 for padding; see inference/token_scores.py
 
 
 class TextOptions(TypedDict, total=False):

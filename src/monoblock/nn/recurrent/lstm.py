@@ -261,13 +261,13 @@ class Recurrent(nn.Module):
         self, ids: TokenRows, *, return_scores: bool = False, **options: Unpack[ModelOptions]
     ) -> Tensor | GeneratedTokens:
         """Return the prompts with their continuations, or the targets of sources, as `Transformer.generate` does."""
-        from monoblock.decoding.generate import generate
+        from monoblock.inference.generate import generate
 
         return generate(self, ids, return_scores=return_scores, **options)
 
     def stream(self, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
         """Yield the new tokens (B,) after each step; `options` are those of `generate`."""
-        from monoblock.decoding.generate import stream
+        from monoblock.inference.generate import stream
 
         return stream(self, ids, **options)
 

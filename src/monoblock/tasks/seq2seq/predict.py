@@ -8,10 +8,10 @@ from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 
-from monoblock.decoding.ensemble import mean_log_probs
-from monoblock.decoding.prompt import Prompt, pad_right
-from monoblock.decoding.settings import Settings
 from monoblock.errors import InputError, with_article
+from monoblock.inference.ensemble import mean_log_probs
+from monoblock.inference.prompt import Prompt, pad_right
+from monoblock.inference.settings import Settings
 from monoblock.nn.inputs.generation_options import GenerationOptions
 from monoblock.tasks.batching import group_by_length
 from monoblock.tasks.loaded_model import Hypothesis, LoadedModel

@@ -1,0 +1,263 @@
+"""`model.generate` and `model.stream`: run a batch of prompts through the engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from monoblock.errors import InputError
+from monoblock.inference.backends.inference_copy import MIN_NATIVE_WEIGHTS
+from monoblock.inference.backends.prepared_model import GenerativeModel, PreparedModel, reason_not_to_optimize
+from monoblock.inference.backends.self_draft import make_self_draft
+from monoblock.inference.batch_rows import default_max_rows
+from monoblock.inference.draft_model import DraftModel
+from monoblock.inference.engine import MAX_BURST, Engine
+from monoblock.inference.prompt import parse_prompt
+from monoblock.inference.request import RequestOutput
+from monoblock.inference.settings import Settings, check_count, parse_settings, split_seeds
+from monoblock.inference.speculative import PromptLookup, Proposer
+from monoblock.inference.token_scores import score_tokens
+from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
+from monoblock.nn.recurrent.lstm import Recurrent
+from monoblock.nn.transformer import Transformer
+
+LONG_JOB = 2_000  # new tokens for which a faster copy of the model pays
+LONG_BURST = 128  # steps before tokens are read, if no text can end before its maximum length
+
+
+def generate(
+    model: GenerativeModel,
+    ids: TokenRows,
+    *,
+    return_scores: bool = False,
+    **options: Unpack[ModelOptions],
+) -> Tensor | GeneratedTokens:
+    """Continue prompts and return them with their new tokens.
+
+    ids: the prompts, (B, T) or B lists of token ids; for an encoder-decoder, the sources.
+    return_scores: return `GeneratedTokens` with the log-probability of each new token.
+    options: the fields of `Settings`, and attention_mask (B, T), use_cache, tap, draft, prompt_lookup, truncation,
+    decoder_start_token_id and decoder_input_ids.
+    seed: prompt n is sampled with seed + n, as it would be alone; a list gives each prompt its own seed.
+    The result has shape (B · num_return_sequences, T + N), where N is the largest number of new tokens; sequences with
+    fewer tokens are padded at the end.  For an encoder-decoder, T is the length of decoder_input_ids, by default 1.
+    """
+    call = GenerateCall(model, ids, {**options}, waits_for_end=True)
+    new: dict[tuple[int, int], list[int]] = {}
+    for outputs in call.steps():
+        for output in outputs:
+            new.setdefault((output.request_id, output.sequence_index), []).extend(output.tokens)
+    sequences = [(request, index) for request in call.request_ids for index in range(call.num_return_sequences)]
+    rows = [new.get(sequence, []) for sequence in sequences]
+    return GeneratedTokens(call.to_tensor(rows), call.score(rows)) if return_scores else call.to_tensor(rows)
+
+
+def stream(model: GenerativeModel, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
+    """Yield the new tokens step by step, each time one per sequence: a tensor of shape (B · num_return_sequences,).
+
+    A sequence that has ended yields the padding token.  The arguments are those of `generate`.
+    """
+    call = GenerateCall(model, ids, {**options})
+    if call.settings.num_beams > 1:
+        raise InputError(
+            "beam search knows its text only at the end, so it cannot be streamed; write num_beams=1, or call generate"
+        )
+    return _stream_tokens(call)
+
+
+def _stream_tokens(call: GenerateCall) -> Iterator[Tensor]:
+    pending: dict[tuple[int, int], list[int]] = {
+        (request, index): [] for request in call.request_ids for index in range(call.num_return_sequences)
+    }
+    finished: set[tuple[int, int]] = set()
+    for outputs in call.steps():
+        for output in outputs:
+            pending[output.request_id, output.sequence_index] += output.tokens
+            if output.finish_reason:
+                finished.add((output.request_id, output.sequence_index))
+        while any(pending.values()) and all(tokens or row in finished for row, tokens in pending.items()):
+            next_tokens = [tokens.pop(0) if tokens else call.pad_token for tokens in pending.values()]
+            yield torch.tensor(next_tokens, device=call.model.device)
+
+
+class GenerateCall:
+    """One call of `generate` or `stream`: it checks the options and adds the prompts to a new engine.
+
+    waits_for_end: whether only the whole texts are needed, so that a GPU may run many steps before Python reads tokens.
+    """
+
+    def __init__(
+        self,
+        model: GenerativeModel,
+        ids: TokenRows,
+        options: dict[str, Any],
+        *,
+        waits_for_end: bool = False,
+    ) -> None:
+        mask = options.pop("attention_mask", None)
+        use_cache, tap = options.pop("use_cache", True), options.pop("tap", None)
+        start = options.pop("decoder_start_token_id", None)
+        decoder_ids = options.pop("decoder_input_ids", None)
+        draft, lookup = options.pop("draft", None), options.pop("prompt_lookup", 0)
+        truncation = options.pop("truncation", None)
+        if isinstance(draft, str):
+            options["draft"], draft = draft, None
+        seeds = split_seeds(options.pop("seed", None), len(ids) if hasattr(ids, "__len__") else 0)
+        self.settings, self.ids, self.tap = parse_settings(options), ids, tap
+        self.model = plain = model.plain if isinstance(model, PreparedModel) else model
+        proposer = _make_proposer(model, draft, lookup, self.settings.draft)
+        inputs = _read_prompts(ids, mask)
+        pad = self.settings.pad_token_id
+        self.pad_token = pad if pad is not None else (*self.settings.eos_token_id, 0)[0]
+        self.prompts: list[tuple[list[int], list[int] | None]] = [(row, None) for row in inputs]
+        if truncation is not None:
+            limit = truncated_length(plain, truncation, self.settings.max_new_tokens)
+            self.prompts = [(row[-limit:] if limit is not None else row, None) for row in inputs]
+        if plain.encoder is not None and plain.decoder is not None:
+            first = start if start is not None else (pad if pad is not None else 0)
+            targets = [[first]] * len(inputs) if decoder_ids is None else _read_prompts(decoder_ids, None)
+            if len(targets) != len(inputs):
+                raise InputError(
+                    f"decoder_input_ids has {len(targets)} rows for {len(inputs)} sources; give one for each source"
+                )
+            self.prompts = list(zip(targets, inputs, strict=True))
+        longest = max(len(prompt) for prompt, _ in self.prompts)
+        if isinstance(proposer, DraftModel) and not proposer.fits_prompt(longest):
+            proposer = None  # a draft changes only the speed, so decode without it
+        capacity = _required_capacity(plain, longest, self.settings)
+        self.engine = Engine(
+            model,
+            max_rows=max(default_max_rows(plain, capacity), self.settings.rows_per_prompt),
+            capacity=capacity,
+            use_cache=use_cache,
+            proposer=proposer,
+            max_burst=LONG_BURST if waits_for_end and not self.settings.eos_token_id else MAX_BURST,
+            tap=tap,
+        )
+        if isinstance(model, Transformer) and use_cache and tap is None:
+            _point_out_optimize(model, len(inputs) * self.settings.rows_per_prompt * self.settings.max_new_tokens)
+        is_sampled = self.settings.temperature > 0
+        self.request_ids = [
+            self.engine.add(prompt, replace(self.settings, seed=seed) if is_sampled else self.settings, source)
+            for (prompt, source), seed in zip(self.prompts, seeds, strict=True)
+        ]
+        self.num_return_sequences = self.settings.num_return_sequences
+
+    def steps(self) -> Iterator[list[RequestOutput]]:
+        while self.engine.busy:
+            outputs = self.engine.step()
+            for output in outputs:
+                if output.error is not None:
+                    raise output.error
+            yield outputs
+
+    def score(self, new: list[list[int]]) -> Tensor:
+        """Return the log-probabilities (rows, N) of the new tokens, 0 for padding."""
+        prompts = [parse_prompt(*prompt) for prompt in self.prompts for _ in range(self.num_return_sequences)]
+        rows, longest = score_tokens(self.model, prompts, new, self.tap), max(map(len, new))
+        return torch.tensor([row + [0.0] * (longest - len(row)) for row in rows], device=self.model.device)
+
+    def to_tensor(self, new: list[list[int]]) -> Tensor:
+        """Append `new`, the new tokens of each returned sequence, to the prompts; pad the result to one length."""
+        if isinstance(self.ids, Tensor) and self.prompts[0][1] is None:  # its padding and its dtype stay
+            longest = max(len(row) for row in new)
+            tail = [row + [self.pad_token] * (longest - len(row)) for row in new]
+            prompts = self.ids.repeat_interleave(self.num_return_sequences, 0)
+            return torch.cat((prompts, torch.tensor(tail, dtype=prompts.dtype, device=prompts.device)), 1)
+        starts = [ids for ids, _ in self.prompts for _ in range(self.num_return_sequences)]
+        rows = [[*ids, *tokens] for ids, tokens in zip(starts, new, strict=True)]
+        longest = max(len(row) for row in rows)
+        device = self.ids.device if isinstance(self.ids, Tensor) else self.model.device
+        return torch.tensor([row + [self.pad_token] * (longest - len(row)) for row in rows], device=device)
+
+
+def _make_proposer(
+    model: GenerativeModel,
+    draft: GenerativeModel | None,
+    lookup: int | None,
+    self_draft_kind: str | None,
+) -> Proposer | None:
+    lookup = 0 if lookup is None else lookup
+    check_count("prompt_lookup", lookup, 0)
+    if lookup and (draft is not None or self_draft_kind is not None):
+        raise InputError(
+            "draft and prompt_lookup are two ways to propose tokens for speculative decoding; give one of them"
+        )
+    if self_draft_kind is not None:
+        return make_self_draft(model, self_draft_kind)
+    if draft is None:
+        return PromptLookup(lookup) if lookup else None
+    if isinstance(model, Recurrent) or isinstance(draft, Recurrent):
+        raise InputError("an LSTM cannot take back rejected tokens, as speculative decoding requires; leave out draft")
+    proposer = DraftModel(draft)
+    vocab_size, draft_size = (decoder.config.target_input.vocab for decoder in (model, draft))  # type: ignore[union-attr]
+    if vocab_size != draft_size:
+        raise InputError(
+            f"the draft model has a vocabulary of {draft_size} tokens, but the model has {vocab_size}; "
+            f"use a draft model with the same vocabulary"
+        )
+    return proposer
+
+
+def _point_out_optimize(model: Transformer, new_tokens: int) -> None:
+    """Warn, once in a process, that a long job on the modules of a large model has a faster way."""
+    large = sum(weight.numel() for weight in model.parameters()) >= MIN_NATIVE_WEIGHTS
+    if large and new_tokens >= LONG_JOB and reason_not_to_optimize(model) is None:
+        words = "generate runs the modules of the model; mb.optimize(model).generate(…) gives the same tokens faster"
+        warnings.warn(words, stacklevel=5)
+
+
+def _read_prompts(ids: TokenRows, mask: Tensor | None) -> list[list[int]]:
+    """Return the tokens of each prompt; of a tensor (B, T) those that are valid in `mask` (B, T)."""
+    if isinstance(ids, Sequence) and not isinstance(ids, str):
+        if mask is not None:
+            raise InputError("lists of token ids have no padding; leave out attention_mask, or give a tensor")
+        if not ids:
+            raise InputError("there are no prompts; give at least one list of token ids")
+        return [list(parse_prompt(row).ids) for row in ids]
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        raise InputError(
+            "prompts must be an integer tensor of token ids with shape (batch, length), or a list of lists of token "
+            "ids; write torch.tensor([[…]]) or [[…]]"
+        )
+    if mask is not None and not isinstance(mask, Tensor):
+        raise InputError("attention_mask must be a tensor (batch, length), True for tokens and False for padding")
+    if not ids.numel():
+        raise InputError("the prompt is empty; give at least one token, such as the start token")
+    if mask is None:
+        return ids.tolist()
+    if mask.shape != ids.shape:
+        raise InputError(
+            f"attention_mask has shape {tuple(mask.shape)}, which does not fit prompts of shape {tuple(ids.shape)}; "
+            f"give a mask of the same shape"
+        )
+    return [row[valid].tolist() for row, valid in zip(ids, mask.bool(), strict=True)]
+
+
+def truncated_length(model: Transformer | Recurrent, truncation: str, max_new_tokens: int) -> int | None:
+    """Return how many of its last tokens a prompt keeps with this `truncation`; None if the model has no limit.
+
+    They leave room for max_new_tokens, but at least half of the context is kept.
+    """
+    if truncation != "left":
+        raise InputError(f"truncation={truncation!r} is not valid; write 'left', which drops the first tokens")
+    if model.encoder is not None:
+        raise InputError("truncation shortens the prompt of a decoder-only model; shorten the source itself")
+    context = model.config.context
+    return None if context is None else max(context - max_new_tokens, context // 2, 1)
+
+
+def _required_capacity(model: Transformer | Recurrent, longest: int, settings: Settings) -> int:
+    length = longest + settings.max_new_tokens
+    limit = model.config.context
+    if limit is not None and longest >= limit:
+        raise InputError(
+            f"a prompt of {longest} tokens leaves no room for new tokens in the model's context of {limit} tokens; "
+            f"shorten the prompt"
+        )
+    return length if limit is None else min(length, limit)
