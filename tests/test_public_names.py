@@ -38,18 +38,6 @@ def test_an_unknown_name_raises_an_attribute_error_with_a_suggestion():
     assert not hasattr(monoblock, "nothing_like_this")
 
 
-@pytest.mark.parametrize(("old", "new"), monoblock._RENAMED.items())
-def test_a_renamed_name_warns_once_and_is_the_new_object(old, new):
-    vars(monoblock).pop(old, None)
-    with pytest.warns(DeprecationWarning, match=f"monoblock.{old} is now monoblock.{new}") as caught:
-        value = getattr(monoblock, old)
-    assert value is getattr(monoblock, new)
-    assert [warning.filename for warning in caught] == [__file__]
-    assert getattr(monoblock, old) is value  # a second warning would be an error
-    assert old not in monoblock.__all__
-    del vars(monoblock)[old]
-
-
 def test_the_version_is_that_of_the_project():
     assert monoblock.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 

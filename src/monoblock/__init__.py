@@ -99,31 +99,17 @@ _HOME = {
     "window": "nn.masks",
 }
 
-# Old name -> new name; the old name still works in this release, with a warning.
-_RENAMED = {"interpolated": "interpolate", "quantized": "quantize"}
-# The same for a class whose arguments were renamed too: the old class is kept in the module of the new one.
-_RENAMED_WITH_ARGUMENTS = {"Where": "TokenPositions"}
-
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    public_name = {**_RENAMED, **_RENAMED_WITH_ARGUMENTS}.get(name, name)
-    if public_name != name:
-        from warnings import warn
-
-        warn(
-            f"monoblock.{name} is now monoblock.{public_name}; the old name will be removed in the next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-    if public_name not in _HOME:
+    if name not in _HOME:
         from monoblock.errors import did_you_mean
 
         raise AttributeError(f"module 'monoblock' has no attribute {name!r}{did_you_mean(name, _HOME)}")
-    module = import_module(f"monoblock.{_HOME[public_name]}")
-    value = getattr(module, name if name in _RENAMED_WITH_ARGUMENTS else public_name)
-    globals()[name] = value  # later uses do not call __getattr__, so the warning comes once
+    module = import_module(f"monoblock.{_HOME[name]}")
+    value = getattr(module, name)
+    globals()[name] = value  # later uses do not call __getattr__
     return value
 
 

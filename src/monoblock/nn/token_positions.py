@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,27 +59,6 @@ class TokenPositions:
             return tokens
         return TokenPositions(tokens.positions, valid=self.packed.valid() if padding else None, prefix_or_global=flags)
 
-    # -- old names, removed in the next release --------------------------------------------------------------------
-
-    @property
-    def at(self) -> Tensor:
-        _warn_of_old_names()
-        return self.positions
-
-    @property
-    def real(self) -> Tensor | None:
-        _warn_of_old_names()
-        return self.valid
-
-    @property
-    def flags(self) -> Tensor | None:
-        _warn_of_old_names()
-        return self.prefix_or_global
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> TokenPositions:
-        _warn_of_old_names()
-        return self.map_tensors(change)
-
 
 @dataclass(frozen=True)
 class TokenRanges:
@@ -100,41 +78,3 @@ class TokenRanges:
 def arange_positions(length: int, start: int = 0, device: torch.device | None = None) -> TokenPositions:
     """Return the positions start, start + 1, …, which are the same in every row."""
     return TokenPositions(torch.arange(start, start + length, device=device)[None], start=start)
-
-
-# -- the old name of TokenPositions, removed in the next release ------------------------------------------------------
-
-_has_warned = False
-
-
-def _warn_of_old_names() -> None:
-    """Warn once that `at`, `real`, `flags` and `each` have new names, unless `monoblock.Where` has warned already."""
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        message = (
-            "at, real, flags and each are now positions, valid, prefix_or_global and map_tensors of "
-            "monoblock.TokenPositions; the old names will be removed in the next release"
-        )
-        warnings.warn(message, DeprecationWarning, stacklevel=3)
-
-
-class _OldName(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, TokenPositions)
-
-
-class Where(metaclass=_OldName):
-    """The old name of `TokenPositions`: `Where(at, document, real, flags, start)` makes one."""
-
-    def __new__(  # type: ignore[misc]
-        cls,
-        at: Tensor,
-        document: Tensor | None = None,
-        real: Tensor | None = None,
-        flags: Tensor | None = None,
-        start: int | None = None,
-    ) -> TokenPositions:
-        global _has_warned
-        _has_warned = True
-        return TokenPositions(at, document, real, flags, start)
