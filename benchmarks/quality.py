@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from monoblock.accounting.report import account
+from monoblock.baselines.lstm import Recurrent
 from monoblock.data.corpora.table import CORPORA
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe

@@ -20,7 +20,7 @@ PAGES = (
     (
         "models",
         "Models",
-        ("config.families", "config.knobs", "config.presets", "nn.transformer", "nn.recurrent.lstm", "nn.block"),
+        ("config.families", "config.knobs", "config.presets", "nn.transformer", "baselines.lstm", "nn.block"),
     ),
     ("configurations", "Configurations", ("config",)),
     ("parts", "Parts of a model", ("nn",)),

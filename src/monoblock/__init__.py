@@ -46,7 +46,7 @@ _HOME = {
     "Pipeline": "runs.pipeline",
     "Prediction": "tasks.labels",
     "QuantizeConfig": "config.model",
-    "Recurrent": "nn.recurrent.lstm",
+    "Recurrent": "baselines.lstm",
     "RecurrentConfig": "config.model",
     "Repeat": "config.model",
     "Report": "doctor.report",

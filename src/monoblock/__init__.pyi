@@ -1,5 +1,6 @@
 """The public names for type checkers; at run time each is imported when first used (see __init__.py)."""
 
+from monoblock.baselines.lstm import Recurrent as Recurrent
 from monoblock.config.families import (
     bart as bart,
     bert as bert,
@@ -59,7 +60,6 @@ from monoblock.nn.lora import (
 )
 from monoblock.nn.masks import causal as causal, same_document as same_document, window as window
 from monoblock.nn.packed.documents import PackedDocuments as PackedDocuments
-from monoblock.nn.recurrent.lstm import Recurrent as Recurrent
 from monoblock.nn.token_positions import TokenPositions as TokenPositions
 from monoblock.nn.transformer import Transformer as Transformer
 from monoblock.parallel.inference import join_processes as join_processes

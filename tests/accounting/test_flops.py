@@ -11,13 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from monoblock.accounting.flops import count_attention_pairs, gpu_hours, rule_of_six
 from monoblock.accounting.report import account
 from monoblock.accounting.training_plan import recomputed_flops
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.families import bert, gpt, llama, t5, vaswani
 from monoblock.config.knobs import vary
 from monoblock.config.model import AttentionConfig, FramesConfig, RecurrentConfig
 from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.presets import PRESETS, preset, tiny
 from monoblock.errors import InputError
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 BATCH, SOURCE, TARGET = 2, 13, 11

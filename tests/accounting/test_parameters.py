@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from monoblock.accounting.report import account
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.families import bart, bert, gpt, vaswani, vit
 from monoblock.config.model import (
     AttentionConfig,
@@ -31,7 +32,6 @@ from monoblock.config.model import (
 )
 from monoblock.config.presets import PRESETS, tiny
 from monoblock.errors import ConfigError
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 RMS = NormConfig(kind="rms", affine="scale")

@@ -4,11 +4,12 @@ import pytest
 import torch
 from rows import PUBLISHED_MODELS
 
+import monoblock as mb
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import RecurrentConfig
 from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.config.presets import PRESETS, tiny
 from monoblock.doctor.diagnose import diagnose_model
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 DIFFERENT = {tiny(name): name for name in reversed(PRESETS)}  # one name for each tiny configuration
@@ -183,3 +184,13 @@ def test_a_healthy_training_of_a_published_family_has_no_findings(name):
     model, is_causal = config_class(config), not row.class_name.endswith("ForMaskedLM")
     vocab = config.get_text_config().vocab_size
     examine_training(model, vocab, lambda ids: model(ids).logits, is_causal=is_causal, shifts=is_causal)
+
+
+def test_the_doctor_warns_of_batch_norm_and_of_nothing_else_that_was_swapped():
+    sizes = {"vocab": 61, "width": 24, "depth": 2, "heads": 4, "context": 64}
+    findings = {}
+    for name, knobs in {"batch": {"norm": "batch"}, "linear": {"attention": "linear"}, "no ff": {"hidden": 0}}.items():
+        torch.manual_seed(0)
+        report = mb.diagnose(mb.Transformer(mb.gpt(**sizes, **knobs)))
+        findings[name] = [(finding.check, finding.verdict) for finding in report.findings]
+    assert findings == {"batch": [("batch", "warn")], "linear": [], "no ff": []}

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.config.model import RecurrentConfig
 from monoblock.errors import InputError
 from monoblock.inference.engine import Engine
 from monoblock.inference.settings import Settings
-from monoblock.nn.recurrent.lstm import Recurrent
 
 VOCAB, START, END = 9, 1, 2
 SOURCES = [(3, 5, 4), (6, 7), (8, 3, 3, 5, 7)]
@@ -81,10 +79,3 @@ def test_models_of_other_vocabularies_and_drafts_are_refused(models):
         Engine(models[0], ensemble=[build(1, vocab=11)])
     with pytest.raises(InputError, match="speculative decoding takes a single model"):
         Engine(models[0], ensemble=models[1:]).add((START,), Settings(draft="8-bit"), SOURCES[0])
-
-
-def test_a_transformer_and_an_lstm_decode_together(models):
-    torch.manual_seed(5)
-    lstm = Recurrent(RecurrentConfig(kind="encoder_decoder", vocab=VOCAB, width=8, depth=1)).double().eval()
-    for source, (tokens, _) in zip(SOURCES, decode([models[0], lstm], Settings(max_new_tokens=4)), strict=True):
-        assert tuple(mean_log_probs([models[0], lstm], source, (START, *tokens[:-1])).argmax(-1).tolist()) == tokens

@@ -13,17 +13,11 @@ PROMPTS = ([5, 7, 11], [2], [1, 2, 3, 4, 1, 2], [9, 8, 9])
 NEW = 7
 
 
-def lstm():
-    torch.manual_seed(0)
-    return mb.Recurrent(mb.RecurrentConfig(vocab=31, width=8)).eval()
-
-
 CASES = {
     "greedy": (gpt, {}, {}),
     "prompt in chunks": (gpt, {}, {"prefill_chunk": 2}),
     "no cache": (gpt, {}, {"use_cache": False}),
     "samples": (gpt, {"temperature": 1.0, "num_return_sequences": 3, "seed": 5}, {}),
-    "samples of an LSTM": (lstm, {"temperature": 1.0, "num_return_sequences": 2, "seed": 5}, {"capacity": 40}),
     "beams": (gpt, {"num_beams": 3}, {}),
     "penalties": (gpt, {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2}, {}),
     "prompt lookup": (gpt, {}, {"proposer": lambda: PromptLookup(3)}),

@@ -188,10 +188,6 @@ def test_without_a_compiler_the_model_decodes_alone(monkeypatch):
     assert torch.equal(model.generate(ids, draft="8-bit"), alone)
 
 
-def lstm():
-    return mb.Recurrent(mb.RecurrentConfig(vocab=7, width=8)).eval()
-
-
 IDS = torch.ones(1, 3, dtype=torch.long)
 INVALID = {
     "another kind": (lambda m: m.generate(IDS, draft="7-bit"), "'8-bit' or '4-bit'"),
@@ -211,10 +207,6 @@ INVALID = {
         "quantized to 8 bits already",
     ),
     "another kind, in an engine": (lambda m: Engine(m).add([1], Settings(draft="fast")), "draft='fast' is not valid"),
-    "an LSTM": (
-        lambda m: Engine(lstm(), capacity=9).add([1], Settings(draft="8-bit")),
-        "LSTM",
-    ),
 }  # fmt: skip
 
 

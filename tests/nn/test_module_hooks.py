@@ -8,12 +8,12 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations, parametrize
 
 import monoblock as mb
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.families import bert, gpt, t5
 from monoblock.config.model import RecurrentConfig
 from monoblock.nn.linear import FUSE_MIN_TOKENS
 from monoblock.nn.lora import LoraLinear
 from monoblock.nn.modules.hooks import is_customized, is_plain
-from monoblock.nn.recurrent.lstm import Recurrent
 
 LONG = 600
 QUERY = "decoder.0.attention.query"

@@ -14,12 +14,12 @@ import torch
 
 import monoblock as mb
 from monoblock.accounting.report import account
+from monoblock.baselines.lstm import Recurrent
 from monoblock.cli.main import run
 from monoblock.data.corpora import docstrings
 from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint, load_corpus
 from monoblock.errors import ConfigError
 from monoblock.interop.folder import load_model
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.recipes.parse import list_recipes
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import build_model_config, read_recipe, task_of_recipe

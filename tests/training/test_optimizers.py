@@ -10,10 +10,10 @@ from torch import nn
 from torch.testing import assert_close
 from training_support import assert_same_weights, clone_weights
 
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.families import bert, gpt, t5
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, FileError
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.training import checkpoint, optimizer
 from monoblock.training.muon import Muon, orthogonalize

@@ -216,6 +216,11 @@ class ModelConfig:
         return {"input": self.input} if self.target is None else {"input": self.input, "target": self.target}
 
     @property
+    def vocab_sizes(self) -> list[int]:
+        """The sizes of the vocabularies that the model reads."""
+        return [part.vocab for part in self.inputs.values() if isinstance(part, EmbeddingConfig)]
+
+    @property
     def target_input(self) -> EmbeddingConfig | PatchConfig | FramesConfig:
         """The input whose vocabulary the head predicts."""
         return self.target if self.target is not None else self.input
@@ -286,5 +291,25 @@ class RecurrentConfig:
         return "decoder-only" if self.kind == "language_model" else "encoder-decoder"
 
     @property
+    def vocab_sizes(self) -> list[int]:
+        """The sizes of the vocabularies that the model reads."""
+        return [self.vocab, self.target_vocab or self.vocab]
+
+    @property
     def context(self) -> None:
         """Always None, because an LSTM reads sequences of any length."""
+
+
+AnyConfig = ModelConfig | RecurrentConfig  # of the models that a folder can hold
+CONFIG_KEYS: dict[type[AnyConfig], str] = {ModelConfig: "model", RecurrentConfig: "recurrent"}  # in its config.json
+
+
+def parse_config(data: Any) -> AnyConfig:
+    """Return the configuration in the content of our config.json, or in a JSON object that is a configuration."""
+    if isinstance(data, dict) and "recurrent" in data:
+        return from_dict(RecurrentConfig, data["recurrent"], "recurrent")
+    if isinstance(data, dict) and "format" in data:
+        data = data.get("model")
+    if isinstance(data, dict) and "vocab" in data:  # the configuration of a Transformer has it in "input"
+        return from_dict(RecurrentConfig, data)
+    return ModelConfig.from_dict(data)

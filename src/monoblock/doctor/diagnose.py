@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from monoblock.baselines.lstm import Recurrent
 from monoblock.doctor.dependence import draw_dependence
 from monoblock.doctor.examination import Examination
 from monoblock.doctor.options import split_options
@@ -23,7 +24,6 @@ from monoblock.doctor.subject import Subject
 from monoblock.doctor.table import CHECKS, Check
 from monoblock.doctor.transformers_subject import TransformersSubject, is_transformers_model
 from monoblock.errors import InputError, did_you_mean
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 

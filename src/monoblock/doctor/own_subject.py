@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import EmbeddingConfig, Learned, ModelConfig, PatchConfig
 from monoblock.config.parts import SEQUENCE_HEADS
 from monoblock.doctor.subject import Declared, Subject, prime_length
 from monoblock.errors import InputError
 from monoblock.nn.kv_cache.cache import Cache
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 

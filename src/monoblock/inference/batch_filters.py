@@ -203,14 +203,14 @@ def constrain_logits(requests: list[Request], logits: Tensor, filters: Filters) 
         if request.settings.logits_processor and not request.is_row_done(row):
             ids = history.tokens[index : index + 1, : int(history.lengths[index])]
             try:
-                row_logits = _run_processors(request.settings, ids, row_logits)
+                row_logits = run_processors(request.settings, ids, row_logits)
             except Exception as problem:  # the other requests go on
                 request.unreported_errors += request.fail(problem)
         processed.append(row_logits)
     return torch.cat(processed)
 
 
-def _run_processors(settings: Settings, ids: Tensor, logits: Tensor) -> Tensor:
+def run_processors(settings: Settings, ids: Tensor, logits: Tensor) -> Tensor:
     """Call the logits processors with the tokens (1, T) and the logits (1, V) of a row, and return the last result."""
     for processor in settings.logits_processor:
         result = processor(ids, logits)

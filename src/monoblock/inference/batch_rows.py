@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 CPU_ROWS = 512  # each beam counts as one
@@ -12,12 +11,12 @@ MAX_GPU_ROWS = 2560  # of a small model, the fastest measured on an H200 with 5 
 MEMORY_SHARE = 0.4  # of the free memory of the GPU, for caches and logits
 
 
-def default_max_rows(model: Transformer | Recurrent, capacity: int) -> int:
+def default_max_rows(model: Transformer, capacity: int) -> int:
     """Return how many sequences of at most `capacity` tokens to decode at the same time.
 
     On a GPU these are as many as fit into its free memory, at least one and at most MAX_GPU_ROWS.
     """
-    if model.device.type != "cuda" or not isinstance(model, Transformer):
+    if model.device.type != "cuda":
         return CPU_ROWS
     free, _ = torch.cuda.mem_get_info(model.device)
     free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)

@@ -23,7 +23,6 @@ from monoblock.inference.settings import Settings, check_count, parse_settings, 
 from monoblock.inference.speculative import PromptLookup, Proposer
 from monoblock.inference.token_scores import score_tokens
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 LONG_JOB = 2_000  # new tokens for which a faster copy of the model pays
@@ -111,16 +110,17 @@ class GenerateCall:
         self.settings, self.ids, self.tap = parse_settings(options), ids, tap
         self.model = plain = model.plain if isinstance(model, PreparedModel) else model
         proposer = _make_proposer(model, draft, lookup, self.settings.draft)
-        inputs = _read_prompts(ids, mask)
+        inputs = read_prompts(ids, mask)
         pad = self.settings.pad_token_id
         self.pad_token = pad if pad is not None else (*self.settings.eos_token_id, 0)[0]
         self.prompts: list[tuple[list[int], list[int] | None]] = [(row, None) for row in inputs]
         if truncation is not None:
-            limit = truncated_length(plain, truncation, self.settings.max_new_tokens)
+            context, has_encoder = plain.config.context, plain.encoder is not None
+            limit = truncated_length(truncation, self.settings.max_new_tokens, context, has_encoder=has_encoder)
             self.prompts = [(row[-limit:] if limit is not None else row, None) for row in inputs]
         if plain.encoder is not None and plain.decoder is not None:
             first = start if start is not None else (pad if pad is not None else 0)
-            targets = [[first]] * len(inputs) if decoder_ids is None else _read_prompts(decoder_ids, None)
+            targets = [[first]] * len(inputs) if decoder_ids is None else read_prompts(decoder_ids, None)
             if len(targets) != len(inputs):
                 raise InputError(
                     f"decoder_input_ids has {len(targets)} rows for {len(inputs)} sources; give one for each source"
@@ -192,8 +192,6 @@ def _make_proposer(
         return make_self_draft(model, self_draft_kind)
     if draft is None:
         return PromptLookup(lookup) if lookup else None
-    if isinstance(model, Recurrent) or isinstance(draft, Recurrent):
-        raise InputError("an LSTM cannot take back rejected tokens, as speculative decoding requires; leave out draft")
     proposer = DraftModel(draft)
     vocab_size, draft_size = (decoder.config.target_input.vocab for decoder in (model, draft))  # type: ignore[union-attr]
     if vocab_size != draft_size:
@@ -212,7 +210,7 @@ def _point_out_optimize(model: Transformer, new_tokens: int) -> None:
         warnings.warn(words, stacklevel=5)
 
 
-def _read_prompts(ids: TokenRows, mask: Tensor | None) -> list[list[int]]:
+def read_prompts(ids: TokenRows, mask: Tensor | None) -> list[list[int]]:
     """Return the tokens of each prompt; of a tensor (B, T) those that are valid in `mask` (B, T)."""
     if isinstance(ids, Sequence) and not isinstance(ids, str):
         if mask is not None:
@@ -239,20 +237,21 @@ def _read_prompts(ids: TokenRows, mask: Tensor | None) -> list[list[int]]:
     return [row[valid].tolist() for row, valid in zip(ids, mask.bool(), strict=True)]
 
 
-def truncated_length(model: Transformer | Recurrent, truncation: str, max_new_tokens: int) -> int | None:
-    """Return how many of its last tokens a prompt keeps with this `truncation`; None if the model has no limit.
+def truncated_length(
+    truncation: str, max_new_tokens: int, context: int | None, *, has_encoder: bool = False
+) -> int | None:
+    """Return how many of its last tokens a prompt keeps with this `truncation`; None for a model without a `context`.
 
     They leave room for max_new_tokens, but at least half of the context is kept.
     """
     if truncation != "left":
         raise InputError(f"truncation={truncation!r} is not valid; write 'left', which drops the first tokens")
-    if model.encoder is not None:
+    if has_encoder:
         raise InputError("truncation shortens the prompt of a decoder-only model; shorten the source itself")
-    context = model.config.context
     return None if context is None else max(context - max_new_tokens, context // 2, 1)
 
 
-def _required_capacity(model: Transformer | Recurrent, longest: int, settings: Settings) -> int:
+def _required_capacity(model: Transformer, longest: int, settings: Settings) -> int:
     length = longest + settings.max_new_tokens
     limit = model.config.context
     if limit is not None and longest >= limit:

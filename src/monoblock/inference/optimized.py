@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Literal, Self, Unpack, overload
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from monoblock.inference.backends.prepared_model import PreparedModel
 from monoblock.inference.generate import generate, stream
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
-from monoblock.nn.recurrent.lstm import Recurrent
-from monoblock.nn.transformer import Transformer
 
 
 class OptimizedModel(PreparedModel):
@@ -60,7 +58,7 @@ class OptimizedModel(PreparedModel):
         self.close()
 
 
-def optimize(model: Transformer | Recurrent) -> OptimizedModel:
+def optimize(model: nn.Module) -> OptimizedModel:
     """Return a snapshot of a model that decodes faster, with the same tokens (see `OptimizedModel`).
 
     InputError names what cannot be honoured: hooks, subclasses and other modules, parametrizations, sharded weights,

@@ -13,10 +13,10 @@ leading space may depend on the token before it, and byte-fallback tokens such a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from monoblock.errors import InputError
-from monoblock.inference.engine import Engine
+from monoblock.inference.request import RequestOutput
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not a complete character yet
@@ -113,6 +113,17 @@ def _check_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
 # -- the outputs of an engine as text ---------------------------------------------------------------------------------
 
 
+class Decoder(Protocol):
+    """What decodes requests step by step: an `Engine`, or the own decoder of a model that has one."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+    def cancel(self, request_id: int) -> None: ...
+
+
 class TextChunk(NamedTuple):
     """The new text of one sequence of one prompt."""
 
@@ -126,7 +137,7 @@ class TextChunk(NamedTuple):
 
 
 def stream_chunks(
-    engine: Engine,
+    engine: Decoder,
     prompt_of_request: dict[int, int],
     texts: dict[tuple[int, int], StreamingText],
     eos_ids: Sequence[int],

@@ -10,7 +10,6 @@ from torch import Tensor
 from monoblock.inference.backends.eager import pad_sources
 from monoblock.inference.evaluation_mode import evaluation_mode
 from monoblock.inference.prompt import Prompt, pad_right
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 
@@ -19,7 +18,7 @@ MAX_TOKENS = 8192  # tokens in one pass of the model
 
 @torch.no_grad()
 def score_tokens(
-    model: Transformer | Recurrent, prompts: Sequence[Prompt], new: Sequence[Sequence[int]], tap: Tap | None = None
+    model: Transformer, prompts: Sequence[Prompt], new: Sequence[Sequence[int]], tap: Tap | None = None
 ) -> list[list[float]]:
     """Return the log-probability of each new token after its prompt, one list for each prompt.
 
@@ -47,7 +46,7 @@ def _passes(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _score_rows(
-    model: Transformer | Recurrent, prompts: Sequence[Prompt], new: Sequence[Sequence[int]], tap: Tap | None
+    model: Transformer, prompts: Sequence[Prompt], new: Sequence[Sequence[int]], tap: Tap | None
 ) -> list[list[float]]:
     count = max(map(len, new))
     if not count:
@@ -63,7 +62,7 @@ def _score_rows(
 
 
 def _run(
-    model: Transformer | Recurrent,
+    model: Transformer,
     prompts: Sequence[Prompt],
     ids: Tensor,
     mask: Tensor | None,
@@ -72,6 +71,4 @@ def _run(
 ) -> Tensor:
     sources = pad_sources(model, prompts)
     inputs = (ids, mask) if sources is None else (sources[0], ids, sources[1], mask)
-    if isinstance(model, Recurrent):  # it computes the logits of all tokens
-        return model(*inputs, tap=tap)[torch.arange(len(ids), device=ids.device)[:, None], at]
     return model(*inputs, logits_at=at, tap=tap)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from monoblock.config.model import AnyConfig
 from monoblock.errors import InputError
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 # What an axis holds -> the letters that stand for it in the axes of an activation, such as "BHTK" (docs/shapes.md).
@@ -31,7 +31,7 @@ DECLARED_AXES = {
     r"(encoder|decoder)\.\d+\.feedforward\.(hidden|router)": "BTF",
     r"(encoder|decoder)\.\d+\.feedforward\.outputs": "NED",  # N = B·T
     r"(encoder|decoder)\.(\d+\.)?((attention|cross|feedforward)\.)?(input|output|norm)": "BTD",
-    r"attention\.weights": "BTS",  # of an LSTM
+    r"attention\.weights": "BTS",  # without heads
     r"head\.(logits|pooled)": "BTD",
 }
 SOURCE_ACTIVATIONS = re.compile(r"(input|encoder)\..*|decoder\.\d+\.cross\.(key|value)")  # of an encoder-decoder
@@ -140,8 +140,8 @@ class OwnLayout(Layout):
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(model)
-        self.is_pair = isinstance(model, Transformer) and model.config.family == "encoder-decoder"
-        self.is_pair |= isinstance(model, Recurrent) and model.config.kind == "encoder_decoder"
+        config = getattr(model, "config", None)
+        self.is_pair = isinstance(config, AnyConfig) and config.family == "encoder-decoder"
 
     def axes(self, name: str, tensor: Tensor) -> str | None:
         for pattern, axes in DECLARED_AXES.items():
@@ -170,6 +170,6 @@ class OwnLayout(Layout):
 
 
 def layout_of(model: nn.Module) -> Layout:
-    if isinstance(model, Transformer | Recurrent):
+    if isinstance(getattr(model, "config", None), AnyConfig):
         return OwnLayout(model)
     return Layout(model) if "tap" in inspect.signature(model.forward).parameters else HookedLayout(model)

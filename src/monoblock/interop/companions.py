@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.model import AnyConfig, ModelConfig
 from monoblock.errors import FileError
 from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
 from monoblock.interop.huggingface.load import find_family
@@ -96,7 +96,7 @@ class Companions:
         files = {name: raw for name, raw in self.files.items() if not is_tokenizer_file(name)}
         return replace(self, path=None, files=files, stored_fingerprint=None)
 
-    def load_tokenizer(self, config: ModelConfig | RecurrentConfig | None = None) -> Tokenizer | None:
+    def load_tokenizer(self, config: AnyConfig | None = None) -> Tokenizer | None:
         """Load the tokenizer, if there is one; with the configuration of the model, as other programs need it."""
         if self.path is None or not has_tokenizer(self.path):
             return None
@@ -131,12 +131,12 @@ class Companions:
             return None
         return None if tokenizer is None else tokenizer.fingerprint
 
-    def labels_for(self, config: ModelConfig | RecurrentConfig) -> Sequence[str]:
+    def labels_for(self, config: AnyConfig) -> Sequence[str]:
         """Return the labels, if they are those of the model's head."""
         head = config.head if isinstance(config, ModelConfig) else None
         return self.labels if head is not None and head.classes == len(self.labels) else ()
 
-    def write(self, folder: Path, config: ModelConfig | RecurrentConfig, *, published: bool) -> None:
+    def write(self, folder: Path, config: AnyConfig, *, published: bool) -> None:
         """Write the files beside the weights of a model; `published` is for transformers, which reads no recipe."""
         files = dict(self.files)
         if published:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.model import AnyConfig, ModelConfig, parse_config
 from monoblock.config.presets import PRESETS, preset
-from monoblock.config.schema import from_dict
 from monoblock.errors import ConfigError, FileError
 from monoblock.untrusted_files import has_file, parse_json, read_bytes, reading, safe_join
 
@@ -18,7 +17,7 @@ CONFIG_FILE, FORMAT_NAME = "config.json", "monoblock"
 ADVICE = "give a preset, a config.json file or a model folder"
 
 
-def read_any_config(what: str) -> ModelConfig | RecurrentConfig:
+def read_any_config(what: str) -> AnyConfig:
     """Return the configuration of `what`: a preset, a config.json, a GGUF file or a model folder."""
     if what in PRESETS:
         return PRESETS[what].config
@@ -42,18 +41,15 @@ def read_any_config(what: str) -> ModelConfig | RecurrentConfig:
         return _read_config_file(file)
 
 
-def _read_config_file(file: Path) -> ModelConfig | RecurrentConfig:
+def _read_config_file(file: Path) -> AnyConfig:
     data: Any = parse_json(read_bytes(file), str(file))
-    if isinstance(data, dict) and "format" in data:  # the config.json of a model folder
-        data = data.get("model", data.get("recurrent")) if data["format"] == FORMAT_NAME else None
-    if not isinstance(data, dict):
+    if not isinstance(data, dict) or data.get("format", FORMAT_NAME) != FORMAT_NAME:
         raise FileError(
             f"{file} is not the configuration of a monoblock model; give a config.json that monoblock wrote"
         )
     if "model_type" in data or "architectures" in data:
         return _read_hf_config(file, data)
-    is_lstm = "vocab" in data  # the configuration of a Transformer has "vocab" in "input"
-    return from_dict(RecurrentConfig, data) if is_lstm else ModelConfig.from_dict(data)
+    return parse_config(data)
 
 
 def _read_hf_config(file: Path, data: dict[str, Any]) -> ModelConfig:

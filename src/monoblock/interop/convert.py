@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from monoblock.config.model import RecurrentConfig
+from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.interop.companions import MAX_FILE_BYTES, OTHER_FILES, TOKENIZER_FILES, has_tokenizer, read_companions
 from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, load_model, read_config, save_model
@@ -125,8 +125,8 @@ def open_model(source: str | Path, *, ignore_fields: Sequence[str] = ()) -> Iter
     original = Path(source)
     with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
         model_format, folder = _detect_format(original), original
-        if model_format == "monoblock" and isinstance(read_config(folder), RecurrentConfig):
-            raise FileError(f"{original} contains an LSTM, for which Hugging Face and GGUF have no format")
+        if model_format == "monoblock" and not isinstance(read_config(folder), ModelConfig):
+            raise FileError(f"{original} contains no Transformer; Hugging Face and GGUF have no format for its model")
         if model_format == "pickle":
             model_format, folder = "hf", Path(temporary)
             _convert_pickled_folder(original, folder)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from monoblock.config.model import ModelConfig, RecurrentConfig
-from monoblock.config.schema import from_dict, to_dict
+from monoblock.config.model import CONFIG_KEYS, AnyConfig, ModelConfig, parse_config
+from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.interop.companions import Companions, cast, choose_dtype, read_companions, stored_size
 from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
@@ -24,21 +24,18 @@ from monoblock.interop.safetensors_reader import build_on_meta, open_weights
 from monoblock.interop.weight_parts import WeightParts, split_weights
 from monoblock.interop.weights_reader import WeightReader
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, save_weights
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.quantization.convert import build_quantized, merge_adapters, stored_dtypes
 from monoblock.untrusted_files import has_file, read_json, reading, safe_join, write_atomically
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from monoblock.nn.transformer import Transformer
-
 DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-T = TypeVar("T", "Transformer", "Recurrent")
+T = TypeVar("T")
 
 
 def save_model(
-    model: Transformer | Recurrent,
+    model: Any,
     folder: str | Path,
     *,
     dtype: torch.dtype | str | None = None,
@@ -67,8 +64,11 @@ def save_model(
     stored = None if quantized else parse_dtype(dtype) if dtype else choose_dtype(state, companions.dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        key = "recurrent" if isinstance(model.config, RecurrentConfig) else "model"
-        data = {"format": FORMAT_NAME, key: to_dict(model.config), **companions.own_fields()}
+        data = {
+            "format": FORMAT_NAME,
+            CONFIG_KEYS[type(model.config)]: to_dict(model.config),
+            **companions.own_fields(),
+        }
         factories = [{name: lambda tensor=tensor: cast(tensor, stored)} for name, tensor in state.items()]
         sizes = {name: stored_size(tensor, stored) for name, tensor in state.items()}
         save_weights(folder, factories, sizes, max_shard_size)
@@ -78,7 +78,7 @@ def save_model(
         raise FileError(f"the model cannot be written to {folder}: {error.strerror or error}") from None
 
 
-def read_config(folder: str | Path) -> ModelConfig | RecurrentConfig:
+def read_config(folder: str | Path) -> AnyConfig:
     """Read the configuration of a monoblock folder."""
     return _parse_config(folder, _read_config_json(folder))
 
@@ -100,7 +100,7 @@ def load_model(
     """
     folder = resolve_model_path(folder)
     with reading(folder):
-        model = _load_model(cls, folder, parse_dtype(dtype), device, ignore_fields, mesh)
+        model: Any = _load_model(cls, folder, parse_dtype(dtype), device, ignore_fields, mesh)
     model.loaded_from = folder.resolve()
     return model
 
@@ -116,29 +116,25 @@ def _load_model(
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device={device!r} is not available: torch finds no GPU; write device='cpu'")
     if folder.suffix == ".gguf" and folder.is_file():
-        if issubclass(cls, Recurrent):
-            raise FileError(f"{folder} contains a Transformer; use Transformer.from_pretrained, or monoblock.load")
         from monoblock.interop.gguf.reader import load_gguf
 
         load: Any = load_gguf
         return load(cls, folder, dtype=dtype, device=device, ignore_fields=ignore_fields, mesh=mesh)
     data = _read_config_json(folder)
-    if _is_huggingface(data) and not issubclass(cls, Recurrent):
+    if _is_huggingface(data):
         return _load_huggingface(cls, folder, data, dtype, device, ignore_fields, mesh)
     if ignore_fields:
         raise InputError(f"{folder} was written by monoblock, which has no fields to ignore; drop ignore_fields")
     config = _parse_config(folder, data)
-    if isinstance(config, RecurrentConfig) != issubclass(cls, Recurrent):
-        kind, name = (
-            ("an LSTM", "Recurrent") if isinstance(config, RecurrentConfig) else ("a Transformer", "Transformer")
-        )
-        raise FileError(f"{folder} contains {kind}; use {name}.from_pretrained, or monoblock.load")
     quantized = isinstance(config, ModelConfig) and config.quantize is not None
-    if mesh is not None and (quantized or isinstance(config, RecurrentConfig)):
-        kind = "a quantized model" if quantized else "an LSTM"
+    if mesh is not None and (quantized or not isinstance(config, ModelConfig)):
+        kind = "a quantized model" if quantized else "no Transformer, but a model"
         raise InputError(f"{folder} contains {kind}, which several processes cannot share; load it in one process")
     build: Any = (lambda config: build_quantized(config, dtype)) if quantized else cls
-    model: T = build_on_meta(build, config, len(open_weights(folder)))
+    try:
+        model: Any = build_on_meta(build, config, len(open_weights(folder)))
+    except ConfigError as error:  # such as that of another kind of model
+        raise FileError(f"{folder}: {error}") from None
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     quantized_dtypes, parts = stored_dtypes(model), split_weights(model, mesh)
     state = _load_quantized(folder, quantized_dtypes, device) if quantized_dtypes else {}
@@ -153,14 +149,12 @@ def _read_config_json(folder: str | Path) -> dict[str, Any]:
     return read_json(safe_join(folder, CONFIG_FILE))
 
 
-def _parse_config(folder: str | Path, data: dict[str, Any]) -> ModelConfig | RecurrentConfig:
+def _parse_config(folder: str | Path, data: dict[str, Any]) -> AnyConfig:
     path = Path(folder) / CONFIG_FILE
     if data.get("format") != FORMAT_NAME:
         raise FileError(f'{path} was not written by monoblock: it does not contain "format": "{FORMAT_NAME}"')
     try:
-        if "recurrent" in data:
-            return from_dict(RecurrentConfig, data["recurrent"], "recurrent")
-        return ModelConfig.from_dict(data.get("model"))
+        return parse_config(data)
     except ConfigError as error:
         raise FileError(f"{path}: {error}") from None
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from monoblock.config.model import EmbeddingConfig, ModelConfig, RecurrentConfig
+from monoblock.config.model import CONFIG_KEYS, AnyConfig
 from monoblock.config.schema import to_dict
 from monoblock.errors import FileError, InputError
 from monoblock.interop.companions import FINGERPRINT_KEY, HUGGINGFACE_KEY
@@ -23,9 +23,7 @@ from monoblock.untrusted_files import has_file, read_json, safe_join
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
-def load_tokenizer(
-    folder: Path, config: ModelConfig | RecurrentConfig | None = None, *, force: bool = False
-) -> Tokenizer:
+def load_tokenizer(folder: Path, config: AnyConfig | None = None, *, force: bool = False) -> Tokenizer:
     """Load the tokenizer of a run folder, a Hugging Face folder or a GGUF file.
 
     Raise FileError if the tokenizer does not match the model; warn if it looks as if it did not.
@@ -56,22 +54,17 @@ def _stored_fingerprint(data: dict[str, Any]) -> str | None:
     return fingerprint if isinstance(fingerprint, str) else None
 
 
-def vocab_size(config: ModelConfig | RecurrentConfig) -> int:
+def vocab_size(config: AnyConfig) -> int:
     """Return the size of a model's vocabulary; if source and target have different ones, return the smaller size."""
-    if isinstance(config, RecurrentConfig):
-        return min(config.vocab, config.target_vocab or config.vocab)
-    return min((part.vocab for part in config.inputs.values() if isinstance(part, EmbeddingConfig)), default=0)
+    return min(config.vocab_sizes, default=0)
 
 
-def format_config(
-    config: ModelConfig | RecurrentConfig, tokenizer: Tokenizer | None, published: Mapping[str, Any] | None = None
-) -> str:
+def format_config(config: AnyConfig, tokenizer: Tokenizer | None, published: Mapping[str, Any] | None = None) -> str:
     """Return the text of config.json: the model configuration and the fingerprint of its tokenizer.
 
     published: the fields of the Hugging Face config.json of the model that training started from.
     """
-    kind = "recurrent" if isinstance(config, RecurrentConfig) else "model"
-    data: dict[str, Any] = {"format": FORMAT_NAME, kind: to_dict(config)}
+    data: dict[str, Any] = {"format": FORMAT_NAME, CONFIG_KEYS[type(config)]: to_dict(config)}
     if published:
         data[HUGGINGFACE_KEY] = dict(published)
     if tokenizer is not None:

@@ -155,22 +155,3 @@ def _added_weights(block: Block) -> Iterator[Tensor]:
         parents = name.split(".")[:-1]
         if name not in own_weights or any(".".join(parents[:end]) in replaced for end in range(len(parents) + 1)):
             yield weight
-
-
-@torch.no_grad()
-def initialize_lstm(model: nn.Module) -> None:
-    """Initialize an LSTM model: embeddings uniformly in ±0.1, recurrent matrices orthogonally, others by Xavier.
-
-    Biases are 0, except those of the forget gates, which are 1.
-    """
-    for name, weight in model.named_parameters():
-        if name in ("input.weight", "target.weight", "output.weight"):
-            nn.init.uniform_(weight, -0.1, 0.1)
-        elif weight.dim() == 1:
-            nn.init.zeros_(weight)
-            if "bias_ih" in name:
-                weight.chunk(4)[1].fill_(1.0)  # gates in torch's order: input, forget, cell, output
-        else:
-            fill: Callable[[Tensor], Tensor] = nn.init.orthogonal_ if "_hh" in name else nn.init.xavier_uniform_
-            for gate in weight.chunk(4 if "_ih" in name or "_hh" in name else 1):
-                fill(gate)

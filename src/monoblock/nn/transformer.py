@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -313,7 +313,7 @@ class Transformer(nn.Module):
         """
         from monoblock.interop.folder import load_model
 
-        return cast(Self, load_model(cls, folder, dtype=dtype, device=device, ignore_fields=ignore_fields))
+        return load_model(cls, folder, dtype=dtype, device=device, ignore_fields=ignore_fields)
 
     def save_pretrained(
         self, folder: str | Path, *, dtype: torch.dtype | str | None = None, max_shard_size: int = 5 * 10**9

@@ -20,7 +20,7 @@ from monoblock.runs.recipe import Overrides, build_model_config, read_recipe, ta
 from monoblock.untrusted_files import read_json, safe_join
 
 if TYPE_CHECKING:  # counting needs no torch, unless weights are counted
-    from monoblock.nn.recurrent.lstm import Recurrent
+    from monoblock.baselines.lstm import Recurrent
     from monoblock.nn.transformer import Transformer
 
 SIZED_TOKENIZERS = ("bpe", "wordpiece", "unigram")  # the size of the vocabulary is set in the recipe
@@ -48,8 +48,8 @@ def account(
     if isinstance(what, ModelConfig | RecurrentConfig):
         return account_config(what, name=name)
     if not isinstance(what, str | Path):
+        from monoblock.baselines.lstm import Recurrent
         from monoblock.nn.check_model import check_model
-        from monoblock.nn.recurrent.lstm import Recurrent
         from monoblock.nn.transformer import Transformer
 
         check_model(what, (Transformer, Recurrent), "account", also="a configuration or the name of a preset")
@@ -108,8 +108,8 @@ def _compare(config: ModelConfig | RecurrentConfig, weights: Mapping[str, int]) 
     is_quantized = isinstance(config, ModelConfig) and config.quantize is not None  # its matrices are packed
     if is_quantized or sum(weights.values()) == account_config(config).parameters:
         return {}
+    from monoblock.baselines.lstm import Recurrent
     from monoblock.interop.safetensors_reader import build_on_meta
-    from monoblock.nn.recurrent.lstm import Recurrent
     from monoblock.nn.transformer import Transformer
 
     kind: Any = Transformer if isinstance(config, ModelConfig) else Recurrent

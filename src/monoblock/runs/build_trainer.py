@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from monoblock.baselines.carried import CarriedLoss, CarriedState
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.data.batching.loader import BatchLoader
 from monoblock.data.batching.plans import BatchIndices, batch_for_rank
 from monoblock.errors import ConfigError
-from monoblock.nn.kv_cache.lstm_state import CarriedState
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.strategy import Strategy
 from monoblock.parallel.world import World
@@ -121,14 +121,17 @@ def build_loss(
     experts = next(
         (block.feedforward.experts for stack in stacks for block in stack.layers() if block.feedforward.experts), None
     )
-    loss = CrossEntropyLoss(
+    kind, carried = CrossEntropyLoss, {}
+    if isinstance(config, RecurrentConfig):
+        kind, carried = CarriedLoss, {"carried": CarriedState(section.batch * section.accumulate)}
+    loss = kind(
         section.label_smoothing,
         section.load_balancing if experts else 0.0,
         experts.top_k if experts else 1,
         TOKEN_ACCURACY if task.head in ("language_model", "masked_lm") else "accuracy",
         sum_over_data=sum_over_data,
         over_positions=task.classes_are_positions,
-        carried=CarriedState(section.batch * section.accumulate),
+        **carried,
     )
     return AdversarialLoss(loss, section.adversarial) if section.adversarial else loss
 

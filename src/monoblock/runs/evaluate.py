@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
+from monoblock.baselines.lstm import Recurrent
 from monoblock.data.corpora.table import CORPORA
 from monoblock.data.readers.by_path import find_path, is_single_file
 from monoblock.data.readers.holdout import Holdout
 from monoblock.errors import InputError
 from monoblock.nn.inputs.generation_options import GenerationOptions
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.runs.custom_parts import Batch, CustomParts, build_custom_data
 from monoblock.runs.load import load

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import ModelConfig
 from monoblock.errors import FileError, InputError
 from monoblock.inference.backends.prepared_model import arrange_weights, reason_not_to_optimize
@@ -15,7 +16,6 @@ from monoblock.interop.folder import CONFIG_FILE, load_model
 from monoblock.interop.hub import resolve_model_path
 from monoblock.interop.labels import read_labels
 from monoblock.interop.tokenizer_folder import load_tokenizer
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.runs.generation_config import read_generation_defaults

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import ModelConfig
 from monoblock.errors import FileError
 from monoblock.metrics.format import format_metric
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import Recipe, TrainSection
 from monoblock.runs.account import account

@@ -20,12 +20,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Unpack, cast, overload
 
+from monoblock.baselines.lstm import Recurrent
 from monoblock.errors import InputError
 from monoblock.inference.prompt import Prompt
 from monoblock.inference.settings import Settings, split_seeds
 from monoblock.inference.streaming_text import TextChunk, chunk_texts
 from monoblock.nn.inputs.generation_options import GenerationOptions, PipelineOptions
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import DataSection
 from monoblock.runs.prediction_methods import PredictionMethods

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError
 from monoblock.interop.digest import compute_body_digest
 from monoblock.kernels.fp8_linear import SIZE_MULTIPLE, has_fp8_layer
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.build_strategy import build_strategy

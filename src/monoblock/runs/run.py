@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.inputs import EmbeddingConfig
 from monoblock.config.model import ModelConfig
 from monoblock.config.positions import Sinusoid
@@ -17,7 +18,6 @@ from monoblock.inference.evaluation_mode import evaluation_mode
 from monoblock.interop.companions import read_published_fields
 from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.whole_model import has_room
 from monoblock.quantization.convert import merge_adapters

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
+from monoblock.baselines.lstm import Recurrent
 from monoblock.errors import ConfigError
 from monoblock.interop.adapters import save_adapter
 from monoblock.nn.lora import add_lora, fold_lora, lora_layers
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import dequantize, quantize
 from monoblock.recipes.schema import LoraSection, Recipe

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+from monoblock.baselines.generate import MAX_ROWS, Decoder
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import PatchConfig
 from monoblock.errors import InputError
 from monoblock.inference.backends.prepared_model import GenerativeModel, reason_not_to_optimize
@@ -21,7 +23,6 @@ from monoblock.inference.prompt import Prompt
 from monoblock.inference.settings import Settings, check_effects, parse_settings
 from monoblock.inference.streaming_text import StreamingText, TextChunk, stream_chunks
 from monoblock.inference.token_scores import score_tokens
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import DataSection
 from monoblock.tasks.image_inputs import ImagePreprocessing
@@ -105,11 +106,25 @@ class LoadedModel:
 
     @cached_property
     def _generators(self) -> list[GenerativeModel]:
-        """The model and those of the ensemble as they generate: optimized, where that is wanted and possible."""
-        models = (self.model, *self.ensemble)
+        """The Transformers that generate: optimized, where that is wanted and possible."""
+        models = [model for model in (self.model, *self.ensemble) if isinstance(model, Transformer)]
         return [
             optimize(model) if self.optimize and reason_not_to_optimize(model) is None else model for model in models
         ]
+
+    def _make_engine(self, prompts: Sequence[Prompt], settings: Sequence[Settings]) -> Engine | Decoder:
+        """Return what decodes these prompts: the engine, or for an LSTM, also one in an ensemble, its own decoder."""
+        models = (self.model, *self.ensemble)
+        if not all(isinstance(model, Transformer) for model in models):
+            return Decoder(models)
+        lengths = [len(prompt.ids) + own.max_new_tokens for prompt, own in zip(prompts, settings, strict=True)]
+        capacity = self._limit_length(max(lengths))
+        max_rows = max(self._default_rows(capacity), *(own.rows_per_prompt for own in settings))
+        model, *ensemble = self._generators
+        return Engine(model, max_rows=max_rows, capacity=capacity, ensemble=ensemble)
+
+    def _default_rows(self, capacity: int) -> int:
+        return default_max_rows(self.model, capacity) if isinstance(self.model, Transformer) else MAX_ROWS
 
     def section(self, kind: type[S]) -> S:
         """Return the task section of the training recipe if it has the type `kind`, else a `kind` with its defaults."""
@@ -220,7 +235,9 @@ class LoadedModel:
 
     def truncate(self, prompt: Prompt, truncation: str | None, max_new_tokens: int) -> Prompt:
         """Return the prompt without its first tokens if `truncation` is "left" and it is too long for the context."""
-        limit = None if truncation is None else truncated_length(self.model, truncation, max_new_tokens)
+        limit, context, has_encoder = None, self.model.config.context, self.model.encoder is not None
+        if truncation is not None:
+            limit = truncated_length(truncation, max_new_tokens, context, has_encoder=has_encoder)
         return prompt if limit is None else Prompt(prompt.ids[-limit:], prompt.source)
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> Prompt:
@@ -269,7 +286,7 @@ class LoadedModel:
         """Return how many prompts of this length to decode at once: 64, or as many as suit a GPU."""
         if self.model.device.type != "cuda":
             return DEFAULT_BATCH
-        rows = default_max_rows(self.model, self._limit_length(prompt_length + settings.max_new_tokens))
+        rows = self._default_rows(self._limit_length(prompt_length + settings.max_new_tokens))
         return max(1, rows // settings.rows_per_prompt)
 
     def _limit_length(self, length: int) -> int:
@@ -293,11 +310,7 @@ class LoadedModel:
         new_text: decode the new tokens as a separate text, such as an answer in a chat. Otherwise they continue the
             text of the prompt, which can decide whether they begin with a space.
         """
-        lengths = [len(prompt.ids) + own.max_new_tokens for prompt, own in zip(prompts, settings, strict=True)]
-        capacity = self._limit_length(max(lengths))
-        max_rows = max(default_max_rows(self.model, capacity), *(own.rows_per_prompt for own in settings))
-        model, *ensemble = self._generators
-        engine = Engine(model, max_rows=max_rows, capacity=capacity, ensemble=ensemble)
+        engine = self._make_engine(prompts, settings)
         prompt_of_request = {
             engine.add(prompt.ids, own, prompt.source): index
             for index, (prompt, own) in enumerate(zip(prompts, settings, strict=True))

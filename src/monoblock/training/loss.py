@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.errors import InputError
 from monoblock.kernels.linear_cross_entropy import linear_cross_entropy, supports_linear_cross_entropy
 from monoblock.nn.experts import load_balancing_loss
-from monoblock.nn.kv_cache.lstm_state import CarriedState
 from monoblock.nn.norm import HALF_DTYPES
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 from monoblock.nn.transformer import Transformer
@@ -122,12 +121,10 @@ class CrossEntropyLoss:
     accuracy_name: str = "accuracy"  # what the share of correct predictions is called
     sum_over_data: Callable[[Tensor], Tensor] | None = None  # of a tensor, over the processes with parts of the batch
     over_positions: bool = False  # for question answering: the classes are the positions of a row that are not padding
-    # of an LSTM, if rows continue those of the last batch
-    carried: CarriedState = field(default_factory=CarriedState, compare=False)
 
     def evaluation_loss(self) -> CrossEntropyLoss:
-        """Return the loss that evaluation reports, without label smoothing, load balancing and states of training."""
-        return replace(self, label_smoothing=0.0, balance=0.0, carried=CarriedState(self.carried.num_lanes))
+        """Return the loss that evaluation reports, without label smoothing and load balancing."""
+        return replace(self, label_smoothing=0.0, balance=0.0)
 
     def __call__(
         self,
@@ -168,22 +165,11 @@ class CrossEntropyLoss:
         With `over_positions` they have shape (B, 2, T): the logits of each position to be the start or the end of the
         answer.
         """
-        if "lanes" in inputs:
-            return self._continue_rows(model, **inputs, **options)
         logits: Tensor = model(**inputs, **options)
         if not self.over_positions:
             return logits
         valid = inputs.get("attention_mask")
         return logits.mT if valid is None else logits.mT.masked_fill(~valid[:, None], -torch.inf)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _continue_rows(self, model: Any, source: Tensor, lanes: Tensor, blocks: Tensor, **options: Any) -> Tensor:
-        """Return the logits of an LSTM language model, run from the state that each row had after the batch before."""
-        config, dtype = model.config, next(model.parameters()).dtype
-        state = self.carried.start(lanes, blocks, config.depth, config.width, dtype)
-        logits, state = model.forward_with_state(source, None, state, **options)
-        self.carried.finish(lanes, blocks, state)
-        return cast(Tensor, logits)
 
     def _can_fuse(self, model: nn.Module) -> bool:
         """Return whether the last matrix product of a model and the loss can be computed together."""

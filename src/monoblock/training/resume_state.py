@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from monoblock.errors import FileError, shorten_message
 from monoblock.kernels.cpu import library
-from monoblock.nn.kv_cache.lstm_state import CarriedState
 from monoblock.parallel.gather import mesh_of
 from monoblock.training import checkpoint, sharded_checkpoint
 from monoblock.training.optimizer import Optimizers
@@ -127,28 +126,13 @@ def restore_optimizer(model: nn.Module, optimizers: Optimizers, tensors: Mapping
         owners[weight].state[weight][key] = tensor.clone().to(device)
 
 
-def carried_tensors(loss: object) -> dict[str, dict[str, Tensor]]:
-    """Return the states that an LSTM keeps between batches, as a group of tensors; {} if there are none."""
-    carried = getattr(loss, "carried", None)
-    return {"carried": carried.tensors} if isinstance(carried, CarriedState) and carried.tensors else {}
+class Carried(Protocol):
+    """What a loss keeps from batch to batch, as its attribute `carried`: tensors that a checkpoint stores."""
 
+    tensors: dict[str, Tensor]
 
-def check_carried(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise FileError unless stored states of an LSTM fit the model."""
-    config: Any = getattr(model, "config", None)
-    depth, width = getattr(config, "depth", 0), getattr(config, "width", 0)
-    lanes, dtype = len(tensors.get("block", ())), next(model.parameters()).dtype
-    expected: dict[str, Spec] = dict.fromkeys(("before", "after"), ((lanes, 2, depth, width), dtype))
-    expected["block"] = (lanes,), torch.int64
-    if tensors and {name: _spec(tensor) for name, tensor in tensors.items()} != expected:
-        raise FileError(f"{path} has carried states of another model; {ADVICE}")
-
-
-def restore_carried(loss: object, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Restore the states that `carried_tensors` returned."""
-    carried = getattr(loss, "carried", None)
-    if isinstance(carried, CarriedState):
-        carried.tensors = {name: tensor.clone() for name, tensor in tensors.get("carried", {}).items()}
+    def fits(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether stored tensors can be those of a training of `model`."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +145,7 @@ class ResumeTarget:
     scaler: torch.amp.GradScaler
     trainable_only: bool = False  # the checkpoint has no frozen weights
     elsewhere: Collection[str] = ()  # names of weights of which this process has no part
+    carried: Carried | None = None
 
     def load(self, path: Path, *, whole: bool) -> checkpoint.Checkpoint:
         """Load a checkpoint, of each tensor the part that this process stores; return what it has besides them.
@@ -183,6 +168,8 @@ class ResumeTarget:
             optimizer = empty_optimizer_tensors(self.model, index, self.elsewhere)
             sharded_checkpoint.load_into(path, index, {"model": model, "optimizer": optimizer, "average": self.average})
         restore_optimizer(self.model, self.optimizers, optimizer)
+        if self.carried is not None:
+            self.carried.tensors = {name: tensor.clone() for name, tensor in rest.tensors.get("carried", {}).items()}
         return rest
 
     def _check(
@@ -200,7 +187,8 @@ class ResumeTarget:
         sharded_checkpoint.check_tensors(path, index, expected, is_other)
         for name, tensors in rest.tensors.items():
             if name == "carried":
-                check_carried(self.model, tensors, path)
+                if self.carried is None or not self.carried.fits(self.model, tensors):
+                    raise FileError(f"{path} has carried states of another model; {ADVICE}")
             elif RNG_NAME.fullmatch(name):
                 check_rng(tensors, path / name)
             else:

@@ -258,7 +258,8 @@ class Trainer:
             "model": resume_state.model_tensors(self.model, trainable_only=self.save_trainable_only),
             "optimizer": resume_state.optimizer_tensors(self.model, self.optimizers),
         }
-        tensors |= ({"average": self.average.tensors} if self.average else {}) | resume_state.carried_tensors(self.loss)
+        kept = {"average": self.average, "carried": getattr(self.loss, "carried", None)}
+        tensors |= {name: one.tensors for name, one in kept.items() if one is not None and one.tensors}
         rng_states = self.world.all_gather(resume_state.rng_tensors() | {"part": torch.tensor(self.world.random_part)})
         tensors |= {resume_state.rng_name(int(state.pop("part"))): state for state in rng_states}
         metadata = {
@@ -303,14 +304,14 @@ class Trainer:
         average = {} if self.average is None else self.average.tensors
         elsewhere = self.strategy.weights_elsewhere
         parts = (self.model, self.optimizers, average, self.scaler)
-        target = resume_state.ResumeTarget(*parts, self.save_trainable_only, elsewhere)
+        carried = getattr(self.loss, "carried", None)
+        target = resume_state.ResumeTarget(*parts, self.save_trainable_only, elsewhere, carried)
         state = target.load(path, whole=not self.strategy.is_sharded)
         metadata = state.metadata
         self.step, self.tokens, self.num_micro_batches = state.step, metadata["tokens"], metadata["parts"]
         self.best, self.last_good_step = metadata["best"], metadata["sound"]
         self.guard.load_state_dict(metadata["guard"])
         self.updater.discard()
-        resume_state.restore_carried(self.loss, state.tensors)
         if self.scaler.is_enabled() and metadata["scaler"]:
             self.scaler.load_state_dict(metadata["scaler"])
         current = resume_state.environment(self.runtime.device, self.runtime.compiled, self.world.size)

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from monoblock.baselines.carried import CarriedLoss
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.schema import check_positive, check_types
 from monoblock.errors import ConfigError
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
@@ -25,7 +27,6 @@ from monoblock.experiments.frame.runner import read_trial_results
 from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics, trial_recipe
 from monoblock.experiments.models.budgets import TEXT_SMOKE
 from monoblock.metrics.text import perplexity
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.account import account
 from monoblock.runs.pipeline import Pipeline
@@ -33,7 +34,6 @@ from monoblock.runs.prepare_run import prepare_run
 from monoblock.tasks.language_modeling.data import build_test_data
 from monoblock.tasks.task_data import validate
 from monoblock.training.events import StepEvent
-from monoblock.training.loss import CrossEntropyLoss
 
 # Learning rates: of Muon for the Transformer, of SGD for the LSTM.
 GRIDS = {
@@ -172,7 +172,7 @@ def _test(trial: Trial, pipe: Pipeline, recipe: Recipe) -> Metrics:
     best = sliding
     if isinstance(pipe.model, Recurrent) and recipe.data.packing == "contiguous" and not trial.smoke:
         data = build_test_data(recipe, pipe.model.config, pipe.loaded.tokenizer, trial.data, None)
-        loss = validate(pipe.model, data, CrossEntropyLoss(), pipe.model.device)["val_loss"]
+        loss = validate(pipe.model, data, CarriedLoss(), pipe.model.device)["val_loss"]
         found["perplexity_carried"] = best = perplexity(loss)
     return {**found, "test_perplexity": best}
 

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from monoblock.inference.prompt import Prompt, pad_right
 from monoblock.nn.kv_cache.cache import DEFAULT_CHUNK, Cache
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 
 Sources = tuple[Tensor, Tensor | None]  # ids (B, S) padded on the right, and the mask (B, S) of valid tokens or None
 
 
-def pad_sources(model: Transformer | Recurrent, prompts: Sequence[Prompt]) -> Sources | None:
+def pad_sources(model: Transformer, prompts: Sequence[Prompt]) -> Sources | None:
     """Pad the sources of the prompts to one length; return None if the model has no encoder."""
     if model.encoder is None:
         return None

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch import nn
 
 from monoblock.config.model import ModelConfig
 from monoblock.errors import InputError
@@ -23,7 +24,6 @@ from monoblock.nn.attention import Attention
 from monoblock.nn.check_model import check_model
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.linear import can_join
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import quantize
 
@@ -36,11 +36,11 @@ class PreparedModel:
     Several threads may decode with it at the same time.
     """
 
-    def __init__(self, model: Transformer | Recurrent) -> None:
-        check_model(model, (Transformer, Recurrent), "optimize")
+    def __init__(self, model: nn.Module) -> None:
+        check_model(model, Transformer, "optimize")
+        assert isinstance(model, Transformer)
         if (reason := reason_not_to_optimize(model)) is not None:
             raise InputError(f"this model cannot be optimized: {reason}; call model.generate, which runs its modules")
-        assert isinstance(model, Transformer)
         self.plain = model
         self.model = build_inference_copy(model)
         self._drafts: dict[str, PreparedModel] = {}
@@ -117,10 +117,8 @@ def _keep_graph(owner: weakref.ref[PreparedModel], state: CudaGraphDecoderState)
             prepared._idle_graphs[type(state)] = state
 
 
-def reason_not_to_optimize(model: Transformer | Recurrent) -> str | None:
+def reason_not_to_optimize(model: Transformer) -> str | None:
     """Return why a model has no fast path, or None if it has one."""
-    if isinstance(model, Recurrent):
-        return "it is an LSTM"
     if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
         return "it generates no text"
     if model.training:
@@ -160,4 +158,4 @@ def join_projection_storage(model: Transformer) -> None:
                         join_storage(buffers)
 
 
-GenerativeModel = Transformer | PreparedModel | Recurrent  # what the engine decodes
+GenerativeModel = Transformer | PreparedModel  # what the engine decodes

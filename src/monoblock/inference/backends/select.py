@@ -2,7 +2,6 @@
 
 | backend    | when                                                                                             |
 |------------|--------------------------------------------------------------------------------------------------|
-| lstm       | an LSTM                                                                                          |
 | uncached   | use_cache=False                                                                                  |
 | cuda_graph | an optimized model on a GPU, blocks in its allow-list                                            |
 | cpu_search | an optimized model, several rows per prompt on a CPU with a compiler, blocks in its allow-list   |
@@ -23,14 +22,12 @@ from monoblock.errors import InputError, with_article
 from monoblock.inference.backends.cpu_search import CpuSearchDecoderState
 from monoblock.inference.backends.cuda_graph import supports_cuda_graph
 from monoblock.inference.backends.eager import CachedDecoderState, UncachedDecoderState
-from monoblock.inference.backends.lstm import LSTMDecoderState
 from monoblock.inference.backends.prepared_model import GenerativeModel, PreparedModel
 from monoblock.inference.backends.protocol import DecoderState
 from monoblock.inference.evaluation_mode import evaluation_mode
 from monoblock.inference.prompt import PromptLimits
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.check_model import check_model
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 
@@ -62,41 +59,13 @@ class Backend(PromptLimits, Protocol):
 def choose_backend(model: GenerativeModel, *, use_cache: bool = True, tap: Tap | None = None) -> Backend:
     """Choose the backend for a model."""
     if not isinstance(model, PreparedModel):
-        check_model(model, (Transformer, Recurrent), "Engine", also="what mb.optimize(model) returns")
+        check_model(model, Transformer, "Engine", also="what mb.optimize(model) returns")
     if tap is not None and not callable(tap):
         raise InputError(f"tap={tap!r:.60} is not valid; write a function (name, activation) -> activation or None")
-    if isinstance(model, Recurrent):
-        if not use_cache:
-            raise InputError("an LSTM always decodes from its state; leave out use_cache=False")
-        return LSTMBackend(model, tap)
     if isinstance(model, PreparedModel) and (tap is not None or not use_cache):
         option = "taps" if use_cache else "use_cache=False"
         raise InputError(f"an optimized model has no {option}; call the model itself, which runs its modules")
     return TransformerBackend(model, use_cache=use_cache, tap=tap)
-
-
-class LSTMBackend:
-    def __init__(self, model: Recurrent, tap: Tap | None = None) -> None:
-        self.model, self.device, self.tap = model, model.device, tap
-        self.family, self.context = model.config.family, None  # an LSTM has no maximum length
-        self.vocab_size = model.config.target_vocab or model.config.vocab
-        self.has_encoder = model.encoder is not None
-        self.max_source: int | None = None
-        self.source_vocab_size = model.config.vocab if self.has_encoder else None
-
-    def make_state(
-        self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None, *, speculative: bool
-    ) -> DecoderState:
-        if speculative:
-            raise InputError(
-                "an LSTM cannot take back rejected tokens, as speculative decoding requires; leave out the draft"
-            )
-        return LSTMDecoderState(self.model, rows_per_prompt, self.tap)
-
-    @contextmanager
-    def inference(self) -> Iterator[None]:
-        with torch.inference_mode(), onednn.disabled_where_slow(), evaluation_mode(self.model):
-            yield
 
 
 class TransformerBackend:

@@ -14,7 +14,6 @@ from monoblock.inference.backends.cpu_step import MAX_TOKENS
 from monoblock.inference.backends.prepared_model import GenerativeModel
 from monoblock.inference.draft_model import DraftModel
 from monoblock.kernels.cpu.library import load_kernels
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 # The CPU operator checks MAX_TOKENS tokens in one pass, and one of them is the newest token, not a proposal.
@@ -26,8 +25,6 @@ def make_self_draft(model: GenerativeModel, kind: str) -> DraftModel | None:
 
     Return None if it would be no faster, because there is no C++ compiler.
     """
-    if isinstance(model, Recurrent):
-        raise InputError(f"an LSTM cannot take back rejected tokens, as a draft requires; leave out draft={kind!r}")
     if isinstance(model, Transformer):
         raise InputError(f"draft={kind!r} is a copy that mb.optimize makes; write mb.optimize(model).generate(…)")
     if model.bits is not None:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from monoblock.baselines.lstm import Recurrent
 from monoblock.errors import InputError
 from monoblock.inspection.trace import trace
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.seq2seq.predict import script_tag_for
 from monoblock.tokenizers.tokenizer import Piece

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import monoblock as mb
+from monoblock.baselines.carried import CarriedLoss
+from monoblock.baselines.dropout import DropoutLSTM, VariationalDropout, drop_words
 from monoblock.config.schema import from_dict, to_dict
 from monoblock.interop.folder import read_config
 from monoblock.kernels.cpu import onednn
-from monoblock.nn.recurrent.dropout import DropoutLSTM, VariationalDropout, drop_words
 from monoblock.runs.identity import _config_dict
-from monoblock.training.loss import CrossEntropyLoss
 
 B, L, T, D, V = 2, 3, 7, 11, 13
 RATES = {"dropout": 0.3, "embedding_dropout": 0.4, "head_dropout": 0.5, "word_dropout": 0.2, "recurrent_dropout": 0.6}
@@ -244,7 +244,7 @@ def test_gradients_reach_every_parameter_and_a_mask_may_be_given(fields, depth):
 
 def test_the_state_is_kept_from_batch_to_batch_in_training():
     """Only the rates are zero: the code of training runs, and the pieces of a text must give what the text gives."""
-    model, loss, ids = build(variational_dropout=True).train(), CrossEntropyLoss(), random_ids(3, 20)
+    model, loss, ids = build(variational_dropout=True).train(), CarriedLoss(), random_ids(3, 20)
     inputs = [
         {"source": piece, "lanes": torch.arange(3), "blocks": torch.full((3,), number)}
         for number, piece in enumerate(ids.split(5, 1))

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import monoblock as mb
 from monoblock.accounting.lstm_matching import matching_config, parameter_count
-from monoblock.nn.recurrent.lstm import Recurrent, RecurrentConfig, additive_attention
+from monoblock.baselines.lstm import Recurrent, RecurrentConfig, additive_attention
 
 B, L, S, T, D, V, W = 2, 3, 5, 7, 11, 13, 17  # W: the target's vocabulary
 

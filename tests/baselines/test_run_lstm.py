@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from monoblock.nn.kv_cache.lstm_state import LSTMState
-from monoblock.nn.recurrent.run_lstm import run_lstm
+from monoblock.baselines.lstm import LSTMState, run_lstm
 
 B, T, D, L = 2, 5, 7, 3
 

@@ -5,11 +5,12 @@ import itertools
 import pytest
 import torch
 
+import monoblock as mb
+from monoblock.baselines.generate import Decoder
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import InputError
-from monoblock.inference.engine import Engine
 from monoblock.inference.settings import Settings
-from monoblock.nn.recurrent.lstm import Recurrent
 
 VOCAB, START = 7, 1
 SOURCES = [(3, 5), (2, 4, 6, 5, 3), (6,), (5, 5, 2)]
@@ -36,7 +37,7 @@ def language_model():
 
 def decode(model, requests, settings, **options):
     """For each request a list of (tokens, score), one for each returned sequence."""
-    engine = Engine(model, capacity=30, **options)
+    engine = Decoder(model if isinstance(model, list) else [model], **options)
     request_ids = [engine.add(ids, settings, source) for ids, source in requests]
     tokens, scores = {}, {}
     while engine.busy:
@@ -101,11 +102,52 @@ def test_a_language_model_decodes_prompts_of_different_lengths(language_model):
 
 
 def test_what_an_lstm_does_not_support_is_an_error(translator, language_model):
-    with pytest.raises(InputError, match="always decodes from its state"):
-        Engine(translator, capacity=9, use_cache=False)
     with pytest.raises(InputError, match="needs a source"):
-        Engine(translator, capacity=9).add((1,))
+        Decoder([translator]).add((1,), Settings())
     with pytest.raises(InputError, match="no encoder"):
-        Engine(language_model, capacity=9).add((1,), source=(2,))
-    with pytest.raises(InputError, match="capacity="):
-        Engine(translator)
+        Decoder([language_model]).add((1,), Settings(), source=(2,))
+    with pytest.raises(InputError, match="cannot take back rejected tokens"):
+        Decoder([language_model]).add((1,), Settings(draft="8-bit"))
+    with pytest.raises(InputError, match="Engine takes a Transformer"):
+        mb.Engine(language_model)
+    with pytest.raises(InputError, match="optimize takes a Transformer"):
+        mb.optimize(language_model)
+
+
+# -- ensembles with a Transformer --------------------------------------------------------------------------------------
+
+
+def transformer(kind="vaswani", vocab=VOCAB):
+    torch.manual_seed(5)
+    model = getattr(mb, kind)(vocab=vocab, width=16, depth=1, heads=2, context=12)
+    return mb.Transformer(model).double().eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", ["lstm", "transformer"])
+def test_a_transformer_and_an_lstm_decode_together(translator, first):
+    models = [translator, transformer()] if first == "lstm" else [transformer(), translator]
+    decoded = decode(models, [((START,), source) for source in SOURCES], Settings(max_new_tokens=7, eos_token_id=2))
+    for source, sequences in zip(SOURCES, decoded, strict=True):
+        tokens = sequences[0][0]
+        inputs = torch.tensor([source]), torch.tensor([[START, *tokens[:-1]]])
+        log_probs = torch.stack([model(*inputs).log_softmax(-1)[0] for model in models]).mean(0)
+        assert log_probs.argmax(-1).tolist() == tokens
+        assert len(tokens) == 7 or tokens[-1] == 2
+
+
+def test_an_ensemble_ends_at_the_context_of_its_transformer(language_model):
+    models, texts = [language_model, transformer("gpt")], [((3,), None), ((2, 5, 6, 1), None)]
+    lengths = [len(row[0][0]) for row in decode(models, texts, Settings(max_new_tokens=40))]
+    assert lengths == [11, 8]
+    with pytest.raises(InputError, match="leaves no room for new tokens in a context of 12 tokens"):
+        Decoder(models).add(range(12), Settings())
+    with pytest.raises(InputError, match="model 2 of the ensemble has a vocabulary of 9 tokens and the first 7"):
+        Decoder([language_model, transformer("gpt", vocab=9)])
+
+
+def test_an_ensemble_of_copies_decodes_as_its_model(translator):
+    settings, requests = Settings(max_new_tokens=6, num_beams=3, eos_token_id=2), [((START,), s) for s in SOURCES]
+    copies, single = (decode(models, requests, settings) for models in ([translator] * 3, [translator]))
+    assert [row[0][0] for row in copies] == [row[0][0] for row in single]
+    assert [row[0][1] for row in copies] == pytest.approx([row[0][1] for row in single], abs=1e-5)

@@ -25,27 +25,26 @@ Number of parameters (V' = V unless target_vocab is given; an LSTM layer with I 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, Unpack, cast, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, Unpack, cast, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from monoblock.baselines.dropout import VariationalDropout, drop_words, language_model_layers
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, InputError
-from monoblock.nn.initialize import initialize_lstm
-from monoblock.nn.inputs.check_lstm_inputs import check_ids, valid_lengths
+from monoblock.interop.folder import load_model, save_model
+from monoblock.kernels.cpu import onednn
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
-from monoblock.nn.kv_cache.lstm_state import EncoderMemory, LSTMState
 from monoblock.nn.modules.hooks import weight_if_plain
-from monoblock.nn.recurrent.dropout import VariationalDropout, drop_words, language_model_layers
-from monoblock.nn.recurrent.run_lstm import run_lstm
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
 LSTMKind = Literal["language_model", "encoder_decoder"]
-StepOutput = tuple[Tensor, LSTMState]  # logits, and the state after them
+StepOutput = tuple[Tensor, "LSTMState"]  # logits, and the state after them
 
 
 def additive_attention(query: Tensor, keys: Tensor, score: Tensor | nn.Module, valid: Tensor | None) -> Tensor:
@@ -59,6 +58,28 @@ def additive_attention(query: Tensor, keys: Tensor, score: Tensor | nn.Module, v
     if valid is not None:  # every row has a valid token: `encode` refuses others
         scores = scores.masked_fill(~valid, float("-inf"))
     return scores.softmax(-1)
+
+
+class LSTMState(NamedTuple):
+    """The state of an LSTM between steps; beam search reorders its rows with `select`."""
+
+    hidden: Tensor  # (L, B, D)
+    cell: Tensor  # (L, B, D)
+
+    def select(self, rows: Tensor) -> LSTMState:
+        return LSTMState(self.hidden.index_select(1, rows), self.cell.index_select(1, rows))
+
+
+class EncoderMemory(NamedTuple):
+    """The encoded source, which every decoding step attends to; without attention, its summary (S = 1)."""
+
+    values: Tensor  # (B, S, 2D) the annotations h: forward half, backward half
+    keys: Tensor  # (B, S, D) W_h h; without attention of size 0, (B, 1, 0)
+    valid: Tensor | None  # (B, S) False on padding; None if there is none
+
+    def select(self, rows: Tensor) -> EncoderMemory:
+        valid = None if self.valid is None else self.valid.index_select(0, rows)
+        return EncoderMemory(self.values.index_select(0, rows), self.keys.index_select(0, rows), valid)
 
 
 class Recurrent(nn.Module):
@@ -261,13 +282,13 @@ class Recurrent(nn.Module):
         self, ids: TokenRows, *, return_scores: bool = False, **options: Unpack[ModelOptions]
     ) -> Tensor | GeneratedTokens:
         """Return the prompts with their continuations, or the targets of sources, as `Transformer.generate` does."""
-        from monoblock.inference.generate import generate
+        from monoblock.baselines.generate import generate
 
         return generate(self, ids, return_scores=return_scores, **options)
 
     def stream(self, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
         """Yield the new tokens (B,) after each step; `options` are those of `generate`."""
-        from monoblock.inference.generate import stream
+        from monoblock.baselines.generate import stream
 
         return stream(self, ids, **options)
 
@@ -276,9 +297,7 @@ class Recurrent(nn.Module):
         cls, folder: str | Path, *, dtype: torch.dtype | str = torch.float32, device: str = "cpu"
     ) -> Self:
         """Load a model from a folder with config.json and model.safetensors."""
-        from monoblock.interop.folder import load_model
-
-        return cast(Self, load_model(cls, folder, dtype=dtype, device=device))
+        return load_model(cls, folder, dtype=dtype, device=device)
 
     def save_pretrained(
         self, folder: str | Path, *, dtype: torch.dtype | str | None = None, max_shard_size: int = 5 * 10**9
@@ -287,8 +306,6 @@ class Recurrent(nn.Module):
 
         `dtype` rounds the weights.
         """
-        from monoblock.interop.folder import save_model
-
         save_model(self, folder, dtype=dtype, max_shard_size=max_shard_size)
 
     @property
@@ -312,3 +329,69 @@ class Recurrent(nn.Module):
         shape = (self.config.depth, rows, self.config.width)
         if state is not None and state.hidden.shape != shape:
             raise InputError(f"state has shape {tuple(state.hidden.shape)}, but these ids need a state of {shape}")
+
+
+def run_lstm(lstm: nn.Module, x: Tensor, lengths: Tensor | None, state: LSTMState | None) -> tuple[Tensor, LSTMState]:
+    """Run an LSTM over rows; return the outputs, 0 on padding, and the state after the last token of each row."""
+    if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16:
+        # Autocast would run the LSTM of cuDNN in fp16, where small gradients become 0 without loss scaling.
+        dtype = next(lstm.parameters()).dtype
+        start = None if state is None else LSTMState(*(tensor.to(dtype) for tensor in state))
+        with torch.autocast("cuda", enabled=False):
+            return run_lstm(lstm, x.to(dtype), lengths, start)
+    with onednn.disabled_where_slow():
+        if lengths is None:
+            out, last = lstm(x, state)
+        else:
+            packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            out, last = lstm(packed, state)
+            out, _ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])
+    return out, LSTMState(*last)
+
+
+@torch.no_grad()
+def initialize_lstm(model: nn.Module) -> None:
+    """Initialize an LSTM model: embeddings uniformly in ±0.1, recurrent matrices orthogonally, others by Xavier.
+
+    Biases are 0, except those of the forget gates, which are 1.
+    """
+    for name, weight in model.named_parameters():
+        if name in ("input.weight", "target.weight", "output.weight"):
+            nn.init.uniform_(weight, -0.1, 0.1)
+        elif weight.dim() == 1:
+            nn.init.zeros_(weight)
+            if "bias_ih" in name:
+                weight.chunk(4)[1].fill_(1.0)  # gates in torch's order: input, forget, cell, output
+        else:
+            fill: Callable[[Tensor], Tensor] = nn.init.orthogonal_ if "_hh" in name else nn.init.xavier_uniform_
+            for gate in weight.chunk(4 if "_ih" in name or "_hh" in name else 1):
+                fill(gate)
+
+
+def check_ids(name: str, ids: Tensor, vocab: int, axes: str) -> None:
+    if ids.dim() != len(axes) or ids.numel() == 0 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise InputError(
+            f"{name} has dtype {ids.dtype} and shape {tuple(ids.shape)}; give whole numbers of shape "
+            f"({', '.join(axes)}), at least one"
+        )
+    if ids.device.type == "cpu" and (ids.min() < 0 or ids.max() >= vocab):  # on a GPU it would synchronize
+        wrong = ids[(ids < 0) | (ids >= vocab)][0].item()
+        raise InputError(f"{name} holds the id {wrong}, which is not in the vocabulary; give ids from 0 to {vocab - 1}")
+
+
+def valid_lengths(name: str, mask: Tensor | None, ids: Tensor) -> Tensor | None:
+    """Return the number of valid tokens in each row, a tensor (B,), or None without a mask."""
+    if mask is None:
+        return None
+    if mask.shape != ids.shape:
+        raise InputError(
+            f"{name} has shape {tuple(mask.shape)}, but its ids have {tuple(ids.shape)}; give a 1 or 0 for each id"
+        )
+    if ((mask != 0) & (mask != 1)).any():
+        raise InputError(f"{name} has values other than 0 and 1; write 1 for a real token and 0 for padding")
+    valid = mask.bool()
+    if (valid[:, 1:] & ~valid[:, :-1]).any():
+        raise InputError(f"{name} has padding before a real token, which an LSTM would read first; pad on the right")
+    if not valid[:, 0].all():
+        raise InputError(f"{name} leaves a row without a real token; drop that row")
+    return valid.sum(1)

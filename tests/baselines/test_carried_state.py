@@ -7,14 +7,13 @@ import pytest
 import torch
 from support import assert_near
 
-import monoblock as mb
+from monoblock.baselines.carried import CarriedLoss
+from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import RecurrentConfig
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.batching.plans import ContiguousBatchPlan
 from monoblock.data.batching.shards import TokenDataset
-from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.tasks.language_modeling.data import iterate_lanes
-from monoblock.training.loss import CrossEntropyLoss
 
 
 def rows(ids, block):
@@ -23,7 +22,7 @@ def rows(ids, block):
 
 
 def test_logits_in_pieces_are_those_of_the_whole_text_and_of_torchs_lstm():
-    model, loss = Recurrent(RecurrentConfig(vocab=11, width=6)).double().eval(), CrossEntropyLoss()
+    model, loss = Recurrent(RecurrentConfig(vocab=11, width=6)).double().eval(), CarriedLoss()
     ids = torch.randint(11, (3, 20))
     pieces = [loss.compute_logits(model, rows(piece, n)) for n, piece in enumerate(ids.split(5, 1))]
     reference = torch.nn.LSTM(6, 6, 2, batch_first=True).double()
@@ -34,7 +33,7 @@ def test_logits_in_pieces_are_those_of_the_whole_text_and_of_torchs_lstm():
 
 
 def test_gradients_stop_at_the_batch_and_a_repeated_batch_starts_from_the_same_state():
-    model, loss = Recurrent(RecurrentConfig(vocab=11, width=6)).double(), CrossEntropyLoss()
+    model, loss = Recurrent(RecurrentConfig(vocab=11, width=6)).double(), CarriedLoss()
     ids = torch.randint(11, (2, 10))
     loss.compute_logits(model, rows(ids[:, :5], 0))
     first = loss.compute_logits(model, rows(ids[:, 5:], 1))
@@ -59,13 +58,3 @@ def test_every_token_but_the_first_is_a_label_once(length, batch):
     tokens = TokenDataset.from_documents([list(range(length))], 64)
     labels = torch.cat([part.labels.flatten() for part in iterate_lanes(tokens, 5, batch)])
     assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(1, length))
-
-
-def test_the_doctor_warns_of_batch_norm_and_of_nothing_else_that_was_swapped():
-    sizes = {"vocab": 61, "width": 24, "depth": 2, "heads": 4, "context": 64}
-    findings = {}
-    for name, knobs in {"batch": {"norm": "batch"}, "linear": {"attention": "linear"}, "no ff": {"hidden": 0}}.items():
-        torch.manual_seed(0)
-        report = mb.diagnose(mb.Transformer(mb.gpt(**sizes, **knobs)))
-        findings[name] = [(finding.check, finding.verdict) for finding in report.findings]
-    assert findings == {"batch": [("batch", "warn")], "linear": [], "no ff": []}

@@ -1,33 +1,16 @@
-"""What an LSTM keeps between decoding steps (its recurrent state, the encoded source) and between training batches."""
+"""The loss of a language model whose rows continue those of the batch before, with its state carried along."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-
-class LSTMState(NamedTuple):
-    """The state of an LSTM between steps; beam search reorders its rows with `select`."""
-
-    hidden: Tensor  # (L, B, D)
-    cell: Tensor  # (L, B, D)
-
-    def select(self, rows: Tensor) -> LSTMState:
-        return LSTMState(self.hidden.index_select(1, rows), self.cell.index_select(1, rows))
-
-
-class EncoderMemory(NamedTuple):
-    """The encoded source, which every decoding step attends to; without attention, its summary (S = 1)."""
-
-    values: Tensor  # (B, S, 2D) the annotations h: forward half, backward half
-    keys: Tensor  # (B, S, D) W_h h; without attention of size 0, (B, 1, 0)
-    valid: Tensor | None  # (B, S) False on padding; None if there is none
-
-    def select(self, rows: Tensor) -> EncoderMemory:
-        valid = None if self.valid is None else self.valid.index_select(0, rows)
-        return EncoderMemory(self.values.index_select(0, rows), self.keys.index_select(0, rows), valid)
+from monoblock.baselines.lstm import LSTMState
+from monoblock.training.loss import CrossEntropyLoss
 
 
 class CarriedState:
@@ -69,3 +52,37 @@ class CarriedState:
             new = dict.fromkeys(("before", "after"), torch.zeros(missing, *shape, dtype=dtype, device=device))
             new["block"] = torch.full((missing,), -1, device=device)
             self.tensors = {n: torch.cat((self.tensors[n], t)) if n in self.tensors else t for n, t in new.items()}
+
+    def fits(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether stored tensors can be those of a training of `model`."""
+        config: Any = model.config
+        lanes, dtype = len(tensors.get("block", ())), next(model.parameters()).dtype
+        expected: dict[str, Any] = dict.fromkeys(("before", "after"), ((lanes, 2, config.depth, config.width), dtype))
+        expected["block"] = (lanes,), torch.int64
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} == expected
+
+
+@dataclass(frozen=True)
+class CarriedLoss(CrossEntropyLoss):
+    """The cross-entropy of an LSTM language model, whose rows may continue those of the batch before."""
+
+    carried: CarriedState = field(default_factory=CarriedState, compare=False)
+
+    def evaluation_loss(self) -> CarriedLoss:
+        return replace(self, label_smoothing=0.0, balance=0.0, carried=CarriedState(self.carried.num_lanes))
+
+    def compute_logits(
+        self, model: Callable[..., Tensor] | nn.Module, inputs: dict[str, Tensor], **options: Any
+    ) -> Tensor:
+        if "lanes" in inputs:
+            return self._continue_rows(model, **inputs, **options)
+        return super().compute_logits(model, inputs, **options)
+
+    @torch.compiler.disable
+    def _continue_rows(self, model: Any, source: Tensor, lanes: Tensor, blocks: Tensor, **options: Any) -> Tensor:
+        """Return the logits of an LSTM language model, run from the state that each row had after the batch before."""
+        config, dtype = model.config, next(model.parameters()).dtype
+        state = self.carried.start(lanes, blocks, config.depth, config.width, dtype)
+        logits, state = model.forward_with_state(source, None, state, **options)
+        self.carried.finish(lanes, blocks, state)
+        return cast(Tensor, logits)

@@ -1,0 +1,1 @@
+"""Baselines that a Transformer is compared with: LSTM language models and encoder-decoders, and how they decode."""

@@ -1,1 +1,0 @@
-"""LSTM language models and encoder-decoders, with the dropout of LSTM language models."""
