@@ -28,9 +28,9 @@ from monoblock.inference.engine import Engine
 from monoblock.inference.prompt import Prompt
 from monoblock.inference.settings import Settings
 from monoblock.inference.speculative import PromptLookup, Proposer
-from monoblock.kernels.gpu import argmax, gated_activation, gated_linear, get_quantized, linear, norm
+from monoblock.kernels.gpu import Activations, QuantizedVector, argmax, gated_activation, gated_linear, linear, norm
 from monoblock.kernels.gpu_attention import attend_step
-from monoblock.kernels.gpu_quantized import NextNorm, get_started_norm, prepare_matrix, quantized_linear
+from monoblock.kernels.gpu_quantized import NextNorm, prepare_matrix, quantized_linear
 from monoblock.nn.attention import attend
 from monoblock.nn.norm import rms_norm
 from monoblock.nn.positions import RotaryAngles, apply_rotary
@@ -66,13 +66,13 @@ def check_kernels() -> list[str]:
     checks += check_quantized(make)
     x, w = make(5, 1, 300), make(300)
     options = {"centered": False, "cast_after_scale": False}
-    checks.append(check_close("rms", norm(x, w, None, 1e-6, **options), rms_norm(x, w, 1e-6), 1e-2))
+    checks.append(check_close("rms", norm(x, w, None, 1e-6, **options).values, rms_norm(x, w, 1e-6), 1e-2))
     options, bias = {"centered": True, "cast_after_scale": True}, make(300)
     expected = F.layer_norm(x.double(), (300,), w.double(), bias.double(), 1e-5)
-    checks.append(check_close("layer norm", norm(x, w, bias, 1e-5, **options), expected, 1e-2))
+    checks.append(check_close("layer norm", norm(x, w, bias, 1e-5, **options).values, expected, 1e-2))
     gate_and_up = make(3, 1, 2 * 700)
     gate, up = gate_and_up.double().chunk(2, -1)
-    checks.append(check_close("gated", gated_activation(gate_and_up, "silu"), F.silu(gate) * up, 2e-2))
+    checks.append(check_close("gated", gated_activation(gate_and_up, "silu").values, F.silu(gate) * up, 2e-2))
     for N, K in ((11008, 4096), (2048, 768), (37, 100)):
         x, w = make(1, 1, K), make(2 * N, K) * K**-0.5
         gate, up = (x.double() @ w.double().T).chunk(2, -1)
@@ -101,9 +101,10 @@ def check_quantized(make: Callable[..., torch.Tensor]) -> list[str]:
             x, w, b, residual = make(1, 1, K), make(N, K), make(N), make(1, 1, N)
             matrix = pack(w, bits, group)
             expected = x.double() @ unpack(matrix, K, torch.float64).T
-            error = (quantized_linear(x, prepare_matrix(*matrix)).double() - expected).norm() / expected.norm()
+            h = Activations(x)
+            error = (quantized_linear(h, prepare_matrix(*matrix)).values.double() - expected).norm() / expected.norm()
             assert error < 1e-2, f"{bits} bits {N}×{K}: relative error {error:.2e}"
-            both = quantized_linear(x, prepare_matrix(*matrix), b, residual)
+            both = quantized_linear(h, prepare_matrix(*matrix), b, residual).values
             error_both = (both.double() - expected - b.double() - residual.double()).norm() / expected.norm()
             assert error_both < 1.5e-2, f"{bits} bits {N}×{K} with bias and residual: relative error {error_both:.2e}"
             checks.append(f"{bits} bits, groups of {group}, {N}×{K} {error:.1e}")
@@ -115,25 +116,25 @@ def check_joined_norm(make: Callable[..., torch.Tensor], bits: int, group: int) 
     """Compare an RMS norm that the products before and after it compute with one in fp64."""
     x, w, residual, norm_weight = make(1, 1, 11008), make(4096, 11008), make(1, 1, 4096), make(4096)
     before, after = pack(w, bits, group), pack(make(500, 4096), bits, group)
-    out = quantized_linear(
-        x, prepare_matrix(*before), None, residual, next_norm=NextNorm(norm_weight, 1e-5)
-    )  # also the input of the norm
+    begun = quantized_linear(
+        Activations(x), prepare_matrix(*before), None, residual, next_norm=NextNorm(norm_weight, 1e-5)
+    )
+    out = begun.values
     expected = x.double() @ unpack(before, 11008, torch.float64).T + residual.double()
     error = (out.double() - expected).norm() / expected.norm()
     assert error < 1e-2, f"product before a norm, {bits} bits: relative error {error:.2e}"
-    normalized = get_started_norm(out, norm_weight, out.new_full((1,), float("nan")))
-    assert normalized is not None, "the norm was not started"
-    result = quantized_linear(normalized, prepare_matrix(*after))
+    assert begun.rounded is not None, "the norm was not begun"
+    result = quantized_linear(begun, prepare_matrix(*after)).values
     expected = rms_norm(out.double(), norm_weight.double(), 1e-5) @ unpack(after, 4096, torch.float64).T
     error = (result.double() - expected).norm() / expected.norm()
     assert error < 1e-2, f"product after a norm, {bits} bits: relative error {error:.2e}"
     return f"norm between products, {bits} bits, groups of {group} {error:.1e}"
 
 
-def check_rounded(out: torch.Tensor) -> None:
+def check_rounded(found: Activations) -> None:
     """Check that the 8-bit form of a vector, which a kernel has computed beside it, is the vector up to rounding."""
-    quantized = get_quantized(out)
-    assert quantized is not None, "there is no 8-bit form"
+    out, quantized = found
+    assert isinstance(quantized, QuantizedVector), "there is no 8-bit form"
     rounded = quantized.integers.double().view(-1, 32) * quantized.scales.double()[:, None]
     error = (rounded - out.double().view(-1, 32)).norm() / out.double().norm()
     assert error < 1e-2, f"8-bit form: relative error {error:.2e}"
@@ -187,7 +188,7 @@ def check_attention(B: int, H: int, G: int, K: int, layout: str | None) -> str:
     assert (stored.double() - wide_k[:, :, 0]).abs().max() < 0.05, "the new key was not stored"
     if B == 1:
         check_rounded(out)
-    return check_close(f"attention {B}×{H}/{G}×{K} {layout}", out, expected.transpose(1, 2).flatten(2), 2e-2)
+    return check_close(f"attention {B}×{H}/{G}×{K} {layout}", out.values, expected.transpose(1, 2).flatten(2), 2e-2)
 
 
 def check_tokens() -> list[str]:

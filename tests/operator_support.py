@@ -1,8 +1,9 @@
 """Helpers for tests of the CPU operators of decoding."""
 
 import monoblock as mb
-from monoblock.inference.backends import cpu_step, inference_copy
-from monoblock.inference.backends.prepared_model import reason_not_to_optimize
+from monoblock.inference import fast_modules
+from monoblock.inference.backends import cpu_step
+from monoblock.inference.supported_models import reason_not_to_optimize
 
 
 def record_operator_steps(monkeypatch):
@@ -21,7 +22,7 @@ def record_operator_steps(monkeypatch):
 
 def use_kernels_for_toys(monkeypatch):
     """Use the CPU kernels for models of every size."""
-    monkeypatch.setattr(inference_copy, "MIN_NATIVE_WEIGHTS", 0)
+    monkeypatch.setattr(fast_modules, "MIN_NATIVE_WEIGHTS", 0)
 
 
 def optimize(model):

@@ -13,7 +13,7 @@ import torch
 
 import monoblock as mb
 from monoblock.cli.main import run
-from monoblock.inference.backends.prepared_model import reason_not_to_optimize
+from monoblock.inference.supported_models import reason_not_to_optimize
 from monoblock.interop.folder import load_model
 from monoblock.parallel import inference
 from monoblock.parallel.gather import whole_tensor

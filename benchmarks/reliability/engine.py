@@ -22,7 +22,7 @@ import torch
 
 import monoblock as mb
 from monoblock.errors import InputError
-from monoblock.inference.backends import inference_copy
+from monoblock.inference import fast_modules
 from monoblock.inference.engine import Engine
 from monoblock.inference.settings import Settings
 
@@ -219,7 +219,7 @@ def main() -> int:
     args = parser.parse_args()
     total = 400 if args.smoke else args.requests
     if args.kernels:
-        inference_copy.MIN_NATIVE_WEIGHTS = 0
+        fast_modules.MIN_NATIVE_WEIGHTS = 0
     counts: Counter[str] = Counter()
     problems: list[str] = []
     memory: list[int] = []

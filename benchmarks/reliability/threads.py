@@ -24,7 +24,7 @@ import torch
 from _sanitizer import build_kernels, make_environment, use_environment
 
 import monoblock as mb
-from monoblock.inference.backends import inference_copy
+from monoblock.inference import fast_modules
 
 RUNS_PER_PROCESS = 20
 TIMEOUT = 900  # seconds for the runs of one process, so that a deadlock is found
@@ -56,7 +56,7 @@ def decode(model: mb.OptimizedModel, number: int) -> list[list[int]]:
 
 def run_threads(first: int, last: int, threads: int) -> None:
     use_environment()
-    inference_copy.MIN_NATIVE_WEIGHTS = 0  # use the kernels for these small models too
+    fast_modules.MIN_NATIVE_WEIGHTS = 0  # use the kernels for these small models too
     torch.set_num_threads(1)
     for run in range(first, last):
         name = list(MODELS)[run % len(MODELS)]

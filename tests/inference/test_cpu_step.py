@@ -17,10 +17,10 @@ from support import (
 
 import monoblock as mb
 from monoblock.inference.backends import cpu_step
-from monoblock.inference.backends.inference_copy import build_inference_copy
-from monoblock.inference.backends.supported_fields import NATIVE_ACTIVATIONS
 from monoblock.inference.engine import Engine
+from monoblock.inference.fast_modules import build_fast_model
 from monoblock.inference.settings import Settings
+from monoblock.inference.supported_models import NATIVE_ACTIVATIONS
 from monoblock.kernels.cpu import library
 
 ROWS, CAPACITY = 3, 23
@@ -84,7 +84,7 @@ def assert_same_cache(actual, expected, assert_equal=assert_near):
 @torch.no_grad()
 def test_a_step_gives_the_logits_and_cache_of_the_plain_path(name, bits, taken):
     model, assert_equal = build_tiny(name, bits), assert_near if bits is None else assert_near_in_norm
-    plain, fused = CachedRun(model), CachedRun(build_inference_copy(model))
+    plain, fused = CachedRun(model), CachedRun(build_fast_model(model))
     for seed in range(9):  # beyond the sliding windows
         assert_equal(fused.step(seed), plain.step(seed))
     active = torch.tensor([True, False, True])
@@ -104,7 +104,7 @@ def has_experts(model):
 def test_several_tokens_of_a_row_give_the_logits_and_cache_of_the_plain_path(name, bits, taken):
     """Some are not committed, as when a proposal was wrong."""
     model, assert_equal = build_tiny(name, bits), assert_near if bits is None else assert_near_in_norm
-    plain, fused = (CachedRun(each, 1, LENGTHS[:1]) for each in (model, build_inference_copy(model)))
+    plain, fused = (CachedRun(each, 1, LENGTHS[:1]) for each in (model, build_fast_model(model)))
     for seed, (size, count) in enumerate([(5, 2), (7, 0), (2, 2), (3, 1)]):
         ids = random_tokens(1, size, seed=seed)
         assert_equal(fused.run(ids), plain.run(ids))
@@ -120,7 +120,7 @@ def test_several_tokens_of_a_row_give_the_logits_and_cache_of_the_plain_path(nam
 def test_a_step_with_activations_of_8_bits_gives_the_logits_of_the_plain_path_in_fp64(name, bits, taken):
     """A rounding error in fp32 may round an activation another way, so that some rows differ by more."""
     model = mb.quantize(tiny_model(name), bits=bits, activation_bits=8)
-    fused, plain = CachedRun(build_inference_copy(model)), CachedRun(model.double())
+    fused, plain = CachedRun(build_fast_model(model)), CachedRun(model.double())
     pairs = [(fused.step(seed).double(), plain.step(seed)) for seed in range(7)]
     actual, expected = (torch.stack(logits).flatten(0, -2) for logits in zip(*pairs, strict=True))
     errors = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -137,7 +137,7 @@ def test_prompts_of_a_quantized_model_give_the_logits_and_cache_of_the_plain_pat
     """From an empty cache on, and with two steps behind it."""
     model = build_tiny(name, bits)
     runs = plain, fused = [
-        CachedRun(each, rows, torch.full((rows,), size)) for each in (model, build_inference_copy(model))
+        CachedRun(each, rows, torch.full((rows,), size)) for each in (model, build_fast_model(model))
     ]
     assert_near_in_norm(fused.first_logits, plain.first_logits)
     for seed in range(2):
@@ -152,7 +152,7 @@ def test_prompts_of_a_quantized_model_give_the_logits_and_cache_of_the_plain_pat
 def test_prompts_with_activations_of_8_bits_give_the_logits_of_the_plain_path_in_fp64(bits):
     model = mb.quantize(tiny_model("gpt2"), bits=bits, activation_bits=8)
     ids = random_tokens(1, 20)
-    actual = build_inference_copy(model)(ids, cache=model.make_cache(1, CAPACITY))[0].double()
+    actual = build_fast_model(model)(ids, cache=model.make_cache(1, CAPACITY))[0].double()
     expected = model.double()(ids)[0]
     errors = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(errors.quantile(0.25)) < 1e-4
@@ -166,7 +166,7 @@ def test_several_tokens_at_once_equal_single_steps_bit_for_bit(bits, activation_
     config = mb.llama(vocab=61, width=64, depth=2, heads=4, kv_heads=2, hidden=160, context=CAPACITY, window=window)
     model = build_model(config)
     model = model if bits is None else mb.quantize(model, bits=bits, activation_bits=activation_bits)
-    several, single = (CachedRun(build_inference_copy(model), 2, LENGTHS[:2]) for _ in range(2))
+    several, single = (CachedRun(build_fast_model(model), 2, LENGTHS[:2]) for _ in range(2))
     for seed, (size, rows) in enumerate([(3, [True, True]), (4, [True, False]), (2, [True, True])]):
         ids, active = random_tokens(2, size, seed=seed), torch.tensor(rows)
         logits = several.run(ids, active[:, None].expand(ids.shape))
@@ -182,7 +182,7 @@ def test_several_tokens_at_once_equal_single_steps_bit_for_bit(bits, activation_
 @torch.no_grad()
 def test_truncating_reordering_and_longer_passes_between_steps(name, taken):
     model = tiny_model(name)
-    plain, fused = CachedRun(model), CachedRun(build_inference_copy(model))
+    plain, fused = CachedRun(model), CachedRun(build_fast_model(model))
     for run in (plain, fused):
         run.step(0)
         run.cache.truncate(LENGTHS)
@@ -203,7 +203,7 @@ def test_any_number_of_rows(rows, taken):
     model = tiny_model("qwen2-0.5b")
     lengths = torch.arange(rows) % 4 + 2
     plain = CachedRun(model, rows, lengths)
-    fused = CachedRun(build_inference_copy(model), rows, lengths)
+    fused = CachedRun(build_fast_model(model), rows, lengths)
     for seed in range(2):
         assert_near(fused.step(seed), plain.step(seed))
     assert taken == ([True, True] if rows <= cpu_step.MAX_TOKENS else [])
@@ -217,7 +217,7 @@ def test_every_activation_and_odd_sizes(activation, gated, taken):
         vocab=61, width=35, depth=2, heads=5, hidden=83, context=CAPACITY, activation=activation, gated=gated
     )
     model = build_model(config)
-    plain, fused = CachedRun(model), CachedRun(build_inference_copy(model))
+    plain, fused = CachedRun(model), CachedRun(build_fast_model(model))
     assert_near(fused.step(0), plain.step(0))
     assert taken == [True]
 
@@ -235,7 +235,7 @@ def set_num_threads():
 def test_the_number_of_threads_does_not_matter(count, taken, set_num_threads):
     model = build_model(mb.llama(vocab=61, width=128, depth=3, heads=8, kv_heads=2, hidden=352, context=CAPACITY))
     set_num_threads(count)
-    plain, fused = CachedRun(model), CachedRun(build_inference_copy(model))
+    plain, fused = CachedRun(model), CachedRun(build_fast_model(model))
     for seed in range(3):
         assert_near(fused.step(seed), plain.step(seed))
     assert taken == [True] * 3
@@ -244,7 +244,7 @@ def test_the_number_of_threads_does_not_matter(count, taken, set_num_threads):
 @torch.no_grad()
 def test_positions_with_a_gap_run_on_the_plain_path(taken):
     model = tiny_model("llama-7b")
-    plain, fused = CachedRun(model), CachedRun(build_inference_copy(model))
+    plain, fused = CachedRun(model), CachedRun(build_fast_model(model))
     logits = {plain: [], fused: []}
     for run in (plain, fused):
         logits[run].append(run.run(random_tokens(ROWS, 1), positions=LENGTHS[:, None] + 2))
@@ -258,7 +258,7 @@ def test_positions_with_a_gap_run_on_the_plain_path(taken):
 @torch.no_grad()
 def test_the_operator_follows_training(taken):
     model = build_model(mb.gpt(vocab=61, width=36, depth=2, heads=3, context=CAPACITY))
-    copied = build_inference_copy(model)
+    copied = build_fast_model(model)
     before = CachedRun(copied).step(0)
     for weight in model.parameters():
         weight.mul_(1.25)
@@ -292,6 +292,6 @@ def test_the_engine_generates_the_same_tokens(name, bits, taken):
 
 
 def test_gradients_are_computed_on_the_plain_path(taken):
-    run = CachedRun(build_inference_copy(tiny_model("gpt2")))
+    run = CachedRun(build_fast_model(tiny_model("gpt2")))
     assert run.step(0).requires_grad
     assert taken == []

@@ -10,12 +10,12 @@ from support import tiny_model, tiny_names
 
 import monoblock as mb
 from monoblock.config.knobs import vary
+from monoblock.inference import fast_modules
 from monoblock.inference.backends import cuda_graph, prepared_model, select
 from monoblock.inference.backends.cuda_graph import CudaGraphDecoderState, supports_cuda_graph
-from monoblock.inference.backends.fast_modules import inference_experts
-from monoblock.inference.backends.fast_modules.inference_experts import InferenceExperts
 from monoblock.inference.backends.recorded_prompts import RecordedPrompts
 from monoblock.inference.engine import Engine
+from monoblock.inference.fast_modules import FastExperts
 from monoblock.inference.settings import Settings
 from monoblock.nn.transformer import Transformer
 
@@ -142,11 +142,11 @@ def test_experts_of_recorded_steps_have_fixed_shapes(count, settings, monkeypatc
     torch.manual_seed(0)
     model, settings = Transformer(vary(config, experts=count)).eval(), SETTINGS[settings]
     expected = decode(plain_engine(model), settings)
-    monkeypatch.setattr(inference_experts, "needs_fixed_shapes", lambda x: x.shape[0] <= 3)
+    monkeypatch.setattr(fast_modules, "needs_fixed_shapes", lambda x: x.shape[0] <= 3)
     gathered = []
-    run_gathered = InferenceExperts._run_gathered
+    run_gathered = FastExperts._run_gathered
     monkeypatch.setattr(
-        InferenceExperts, "_run_gathered", lambda self, *args: gathered.append(1) or run_gathered(self, *args)
+        FastExperts, "_run_gathered", lambda self, *args: gathered.append(1) or run_gathered(self, *args)
     )
     assert decode(graph_engine(model, monkeypatch), settings) == expected
     assert bool(gathered) == (count == 24)

@@ -8,14 +8,13 @@ from support import block_configs, tiny_model, tiny_names
 
 import monoblock as mb
 from monoblock.errors import InputError
+from monoblock.inference import fast_modules
 from monoblock.inference.backends import select
-from monoblock.inference.backends.cuda_graph import SUPPORTED
-from monoblock.inference.backends.fast_modules import inference_modules
 from monoblock.inference.backends.search import cuda_search, device_search
 from monoblock.inference.backends.search.cuda_search import MAX_IDLE_BUFFERS, BufferPool, round_up_searches
-from monoblock.inference.backends.supported_fields import unsupported_field
 from monoblock.inference.engine import Engine
 from monoblock.inference.settings import Settings
+from monoblock.inference.supported_models import SUPPORTED, unsupported_field
 from monoblock.nn.attention import attend
 
 SOURCES = ([5, 7, 11, 2, 3], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3], [12, 13], [40, 8, 1, 30])
@@ -126,9 +125,9 @@ def kernel_calls(monkeypatch):
     def counted(function):
         return lambda *args, **options: calls.append(function.__name__) or function(*args, **options)
 
-    monkeypatch.setattr(inference_modules, "supports_beams", lambda x, size, queries: True)
-    monkeypatch.setattr(inference_modules, "attend_beams", counted(reference_beams))
-    monkeypatch.setattr(inference_modules, "attend_source", counted(reference_source))
+    monkeypatch.setattr(fast_modules, "supports_beams", lambda x, size, queries: True)
+    monkeypatch.setattr(fast_modules, "attend_beams", counted(reference_beams))
+    monkeypatch.setattr(fast_modules, "attend_source", counted(reference_source))
     monkeypatch.setattr(device_search, "supports_best_tokens", lambda logits, count: True)
     monkeypatch.setattr(device_search, "best_tokens", counted(reference_tokens))
     return calls

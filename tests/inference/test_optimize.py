@@ -6,11 +6,11 @@ from support import tiny_names
 
 from monoblock.config.families import gpt, llama
 from monoblock.config.presets import tiny
-from monoblock.inference.backends.fast_modules.fused_linear import FusedLinear
-from monoblock.inference.backends.fast_modules.inference_modules import InferenceAttention, InferenceFeedForward
-from monoblock.inference.backends.inference_copy import build_inference_copy
-from monoblock.inference.backends.prepared_model import join_projection_storage
+from monoblock.inference.arrange_weights import join_projection_storage
+from monoblock.inference.fast_linear import FusedLinear
+from monoblock.inference.fast_modules import FastAttention, FastFeedForward, build_fast_model
 from monoblock.inference.optimized import optimize
+from monoblock.kernels.gpu import Activations
 from monoblock.nn.linear import can_join
 from monoblock.nn.transformer import Transformer
 
@@ -28,19 +28,19 @@ def inputs(model, batch=2, length=5):
 
 @pytest.mark.parametrize("name", tiny_names(lambda config: config.decoder is not None))
 @pytest.mark.parametrize("fuse", [False, True])
-def test_an_inference_copy_gives_the_models_logits(name, fuse):
+def test_a_fast_copy_gives_the_models_logits(name, fuse):
     model = build(tiny(name))
     args = inputs(model)
     logits = model(*args)
-    torch.testing.assert_close(build_inference_copy(model, fuse=fuse)(*args), logits, rtol=0, atol=1e-10)
+    torch.testing.assert_close(build_fast_model(model, fuse=fuse)(*args), logits, rtol=0, atol=1e-10)
     torch.testing.assert_close(model(*args), logits, rtol=0, atol=0)  # the model is unchanged
 
 
 def test_projections_of_one_input_are_fused():
-    model = build_inference_copy(build(llama(vocab=11, width=12, depth=1, heads=3, hidden=7, context=13)), fuse=True)
+    model = build_fast_model(build(llama(vocab=11, width=12, depth=1, heads=3, hidden=7, context=13)), fuse=True)
     block = model.decoder.blocks[0]
-    assert isinstance(block.attention, InferenceAttention)
-    assert isinstance(block.feedforward, InferenceFeedForward)
+    assert isinstance(block.attention, FastAttention)
+    assert isinstance(block.feedforward, FastFeedForward)
     assert block.attention.fused.weight.shape == (36, 12)
     assert block.feedforward.fused.weight.shape == (14, 12)
 
@@ -49,13 +49,13 @@ def test_joined_weights_of_an_optimized_model_are_stored_once():
     model = build(gpt(vocab=11, width=12, depth=1, heads=3, context=13))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attention = model.decoder.blocks[0].attention
-    assert build_inference_copy(model, fuse=True).decoder.blocks[0].attention.fused.is_copy
+    assert build_fast_model(model, fuse=True).decoder.blocks[0].attention.fused.is_copy
     join_projection_storage(model)
-    fused = build_inference_copy(model, fuse=True).decoder.blocks[0].attention.fused
+    fused = build_fast_model(model, fuse=True).decoder.blocks[0].attention.fused
     assert not fused.is_copy
     assert attention.query.weight.data_ptr() == fused.weight.data_ptr()
     assert attention.value.weight.untyped_storage().data_ptr() == fused.weight.untyped_storage().data_ptr()
-    again = build_inference_copy(model, fuse=True).decoder.blocks[0].attention.fused
+    again = build_fast_model(model, fuse=True).decoder.blocks[0].attention.fused
     assert again.weight.data_ptr() == fused.weight.data_ptr()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -76,14 +76,14 @@ def test_weights_created_in_inference_mode_can_be_fused():
         args = inputs(model)
         logits = model(*args)
         for _ in range(2):
-            torch.testing.assert_close(build_inference_copy(model)(*args), logits, rtol=0, atol=1e-10)
-            torch.testing.assert_close(build_inference_copy(model, fuse=True)(*args), logits, rtol=0, atol=1e-10)
+            torch.testing.assert_close(build_fast_model(model)(*args), logits, rtol=0, atol=1e-10)
+            torch.testing.assert_close(build_fast_model(model, fuse=True)(*args), logits, rtol=0, atol=1e-10)
 
 
 def test_projections_with_and_without_a_bias_are_not_fused():
     biased, unbiased = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3, bias=False)
     assert can_join([biased, biased])
-    assert FusedLinear([biased, biased])(torch.ones(2, 4)).shape == (2, 6)
+    assert FusedLinear([biased, biased])(Activations(torch.ones(2, 4))).shape == (2, 6)
     assert not can_join([biased, unbiased])
 
 

@@ -15,8 +15,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import monoblock as mb
 from monoblock.config.model import BlockConfig
-from monoblock.inference.backends import cpu_search_operators, cpu_step, cuda_graph, inference_copy
-from monoblock.inference.backends.supported_fields import unsupported_field
+from monoblock.inference.backends import cpu_search_operators, cpu_step
+from monoblock.inference.supported_models import SUPPORTED, unsupported_field
 from monoblock.nn.block import Block
 
 # -- what generate leaves behind ------------------------------------------------------------------------------------
@@ -309,9 +309,8 @@ class WiderBlockConfig(BlockConfig):
 
 
 BACKENDS = {
-    "inference_copy": inference_copy.SUPPORTED,
-    "cuda_graph": cuda_graph.SUPPORTED,
-    "cpu_step": cpu_step.SUPPORTED,
+    "fast modules": SUPPORTED,
+    "cpu_step": cpu_step.STEP_SUPPORTED,
     "cpu_search encoder": cpu_search_operators.ENCODER_SUPPORTED,
 }
 
@@ -348,7 +347,7 @@ def test_a_model_with_a_new_field_is_not_optimized_and_says_the_same(make, optio
     }
     model = mb.Transformer(replace(plain.config, **stacks))
     model.load_state_dict(plain.state_dict())
-    with pytest.raises(mb.InputError, match="does not support novelty"):
+    with pytest.raises(mb.InputError, match=r"has novelty=0\.0, which is not supported"):
         mb.optimize(model.eval())
     taken.clear()
     assert torch.equal(model.eval().generate(ids, max_new_tokens=NEW, **options), wanted)

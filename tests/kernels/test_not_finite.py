@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from operator_cases import D, beam_search, draw, prompt, search_model, stack, step
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from monoblock.inference.backends.supported_fields import NATIVE_ACTIVATIONS
+from monoblock.inference.supported_models import NATIVE_ACTIVATIONS
 from monoblock.kernels.cpu import library
 
 NOT_FINITE = [math.nan, math.inf, -math.inf]

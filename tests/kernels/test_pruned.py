@@ -10,8 +10,8 @@ from support import assert_near_in_norm, build_model, random_source, random_toke
 import monoblock as mb
 from monoblock.config.model import Repeat
 from monoblock.inference.backends.cpu_search import CpuSearchDecoderState
-from monoblock.inference.backends.inference_copy import build_inference_copy
 from monoblock.inference.engine import Engine
+from monoblock.inference.fast_modules import build_fast_model
 from monoblock.inference.prompt import Prompt
 from monoblock.inference.settings import Settings
 from monoblock.inspection.pruning import prune_heads
@@ -151,6 +151,6 @@ def test_a_small_layer_after_a_large_one_reads_zeros_behind_its_rows(build, bits
     assert not operator_steps
     for count in (1, 2):
         set_threads(count)
-        assert_near_in_norm(prompt_and_step_logits(build_inference_copy(model)), expected)
+        assert_near_in_norm(prompt_and_step_logits(build_fast_model(model)), expected)
     takes_prompts = model.encoder is None and not library.has_matrix_tiles()
     assert operator_steps == [True] * (8 if takes_prompts else 6)

@@ -14,7 +14,7 @@ from operator_support import search_operators, use_kernels_for_toys
 from support import build_model
 
 import monoblock as mb
-from monoblock.inference.backends import inference_copy
+from monoblock.inference import fast_modules
 from monoblock.inference.engine import Engine
 from monoblock.inference.settings import Settings
 from monoblock.kernels.cpu import library
@@ -48,7 +48,7 @@ def translate(model, **options):
 def print_translations():
     """Print what the operator finds when it requests two threads, in a process that may have fewer."""
     torch.set_num_threads(2)
-    inference_copy.MIN_NATIVE_WEIGHTS = 0
+    fast_modules.MIN_NATIVE_WEIGHTS = 0
     model = translator()
     assert torch.get_num_threads() == 2
     assert search_operators(model) is not None

@@ -9,9 +9,7 @@ from monoblock.accounting.report import account
 from monoblock.config.families import bert, gpt, llama
 from monoblock.config.model import Rotary
 from monoblock.errors import ConfigError, InputError
-from monoblock.inference.backends.cuda_graph import SUPPORTED as GRAPH_SUPPORTED
-from monoblock.inference.backends.inference_copy import reason_for_no_copy
-from monoblock.inference.backends.supported_fields import unsupported_field
+from monoblock.inference.supported_models import SUPPORTED, reason_not_to_optimize, unsupported_field
 from monoblock.interop.huggingface.export import choose_family
 from monoblock.nn.linear_attention import (
     CHUNK,
@@ -186,8 +184,8 @@ def test_options_of_the_scores_are_refused(options, message):
 def test_fast_backends_and_hugging_face_folders_refuse_it():
     config = llama(**SIZES, hidden=32, attention="linear")
     model = Transformer(config)
-    assert "attention.kind='linear'" in reason_for_no_copy(model)
-    assert unsupported_field(config.decoder.pattern[0].blocks[0], GRAPH_SUPPORTED) == "attention.kind='linear'"
+    assert "attention.kind='linear'" in reason_not_to_optimize(model.eval())
+    assert unsupported_field(config.decoder.pattern[0].blocks[0], SUPPORTED) == "attention.kind='linear'"
     with pytest.raises(ConfigError, match="no Hugging Face family can express") as problem:
         choose_family(config)
     assert "\n" not in str(problem.value)

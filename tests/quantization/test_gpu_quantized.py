@@ -1,30 +1,32 @@
 """Quantized layers of the GPU path: what can be checked without a GPU."""
 
-import operator
+import dataclasses
 
 import pytest
 import torch
 
 import monoblock as mb
-from monoblock.inference.backends.fast_modules.gpu_quantized_linear import (
+from monoblock.inference.arrange_weights import can_join_quantized
+from monoblock.inference.fast_linear import (
+    Choices,
+    FastQuantizedLinear,
     FusedQuantizedLinear,
-    InferenceQuantizedLinear,
-    JoinedMatrix,
-    can_join_quantized,
+    join_matrices,
+    multiply,
 )
-from monoblock.inference.backends.fast_modules.joined_norms import join_norms
-from monoblock.inference.backends.inference_copy import _copy_module, _fuse_weights
+from monoblock.inference.fast_modules import make_fast
 from monoblock.kernels import gpu_quantized
-from monoblock.kernels.gpu import NormInput, QuantizedVector, get_quantized
-from monoblock.kernels.gpu_quantized import get_started_norm, prepare_matrix
+from monoblock.kernels.gpu import Activations
+from monoblock.kernels.gpu_quantized import prepare_matrix
 from monoblock.quantization.modules import QuantizedLinear
 from monoblock.quantization.packing import pack, unpack
+
+ON_GPU = Choices(fuse=True, quantized=True, native=False)
 
 
 def quantized(bits, rows=6, bias=False):
     layer = QuantizedLinear.from_linear(torch.nn.Linear(64, rows, bias=bias), bits, 32)
-    layer.__class__ = InferenceQuantizedLinear
-    return layer
+    return FastQuantizedLinear(layer, ON_GPU)
 
 
 def test_scales_and_minima_of_four_bits_share_a_word():
@@ -37,28 +39,19 @@ def test_scales_and_minima_of_four_bits_share_a_word():
     assert torch.equal(high, matrix.least.float())
 
 
-def test_joined_matrices_follow_their_layers():
+def test_joined_matrices_are_those_of_their_layers():
     for bits in (8, 4):
         layers = [quantized(bits, rows) for rows in (6, 4)]
-        joined = JoinedMatrix(layers)
-        packed = joined.get().packed
-        assert torch.equal(packed, torch.cat([layer.packed for layer in layers]))
-        assert joined.get().packed is packed, "nothing has changed"
-        for layer in layers:
-            layer.packed.copy_(layer.packed.flip(0))
-            layer.scale.mul_(2)
-        before = [*joined._matrix[:2]]
-        matrix = joined.get()
-        assert torch.equal(matrix.packed, torch.cat([layer.packed for layer in layers]))
+        joined = join_matrices(layers)
+        assert torch.equal(joined.packed, torch.cat([layer.packed for layer in layers]))
         scales = [prepare_matrix(*layer.packed_matrix).scales for layer in layers]
-        assert torch.equal(matrix.scales, torch.cat(scales))
-        assert all(map(operator.is_, matrix, before)), "a recorded graph reads these tensors"
+        assert torch.equal(joined.scales, torch.cat(scales))
 
 
 def test_a_layer_quantized_in_inference_mode_has_a_matrix():
     with torch.inference_mode():
         layer = quantized(4)
-    assert torch.equal(JoinedMatrix([layer]).get().packed, layer.packed)
+    assert torch.equal(join_matrices([layer]).packed, layer.packed)
 
 
 def test_a_fused_layer_computes_what_its_layers_do():
@@ -68,15 +61,17 @@ def test_a_fused_layer_computes_what_its_layers_do():
     assert not can_join_quantized([layers[0], quantized(8)])
     fused, x = FusedQuantizedLinear(layers), torch.randn(2, 3, 64)
     assert fused.sizes == [6, 4, 4]
-    torch.testing.assert_close(fused(x), torch.cat([layer(x) for layer in layers], -1))
+    torch.testing.assert_close(fused(Activations(x)), torch.cat([layer(x) for layer in layers], -1))
 
 
 def test_a_layer_without_a_kernel_dequantizes():
     layer, x = quantized(8, bias=True), torch.randn(1, 64)
-    assert not layer.supports_kernel(x)
-    assert not layer.can_add_residual(x)
+    assert not layer.has_kernel(x)
     expected = x.double() @ unpack(layer.packed_matrix, 64, torch.float64).T + layer.bias.double()
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
+    residual = torch.randn(1, 6)
+    found = multiply(layer, Activations(x), residual).values
+    torch.testing.assert_close(found.double(), expected + residual.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_optimize_leaves_a_quantized_model_on_a_cpu_as_it_is():
@@ -94,25 +89,20 @@ def any_rows(monkeypatch):
     monkeypatch.setattr(gpu_quantized, "MIN_NORM_ROWS", 32)
 
 
-def joined_decoder(config, bits=4, group=32):
-    """Return the decoder of an inference copy of a quantized model, arranged as on a GPU."""
-    model = mb.quantize(mb.Transformer(config), bits=bits, group=group)
-    copied = _copy_module(model)
-    _fuse_weights(copied)
-    join_norms(copied.decoder)
-    return copied.decoder
+def begun_norms(config, bits=4, group=32):
+    """The norms that each layer of a quantized model, arranged as on a GPU, begins in its products, and its blocks."""
+    decoder = make_fast(mb.quantize(mb.Transformer(config), bits=bits, group=group).eval(), ON_GPU).decoder
+    return decoder.next_norms, decoder.blocks
 
 
 def test_the_products_around_a_norm_compute_it(any_rows):
-    first, second = joined_decoder(LLAMA).blocks
-    norms = [first.feedforward_norm, second.attention_norm, second.feedforward_norm]
-    layers = [first.attention.output, first.feedforward.down, second.attention.output]
-    for norm, layer in zip(norms, layers, strict=True):
-        assert layer.next_norm.weight is norm.weight
-        assert layer.next_norm.eps == norm.config.eps
-        assert norm.unread.isnan().all()
-    assert first.attention_norm.unread is None, "its input is an embedding, not a product"
-    assert second.feedforward.down.next_norm is None, "the head reads the last norm"
+    norms, (first, second) = begun_norms(LLAMA)
+    assert [list(layer) for layer in norms] == [["attention", "feedforward"], ["attention"]]  # the head reads the last
+    expected = [first.feedforward_norm, second.attention_norm, second.feedforward_norm]
+    found = [norms[0]["attention"], norms[0]["feedforward"], norms[1]["attention"]]
+    for begun, norm in zip(found, expected, strict=True):
+        assert begun.weight is norm.weight
+        assert begun.eps == norm.config.eps
 
 
 @pytest.mark.parametrize(
@@ -128,24 +118,18 @@ def test_the_products_around_a_norm_compute_it(any_rows):
     ],
 )
 def test_other_norms_have_their_own_kernel(config, options, any_rows):
-    for block in joined_decoder(config, **options).blocks:
-        assert block.attention.output.next_norm is None
-        assert block.feedforward.down.next_norm is None
-        assert block.feedforward_norm.unread is None
+    assert not any(begun_norms(config, **options)[0])
 
 
 def test_small_models_keep_their_kernels_of_norms():
-    assert all(block.feedforward_norm.unread is None for block in joined_decoder(LLAMA).blocks)
+    assert not any(begun_norms(LLAMA)[0])
 
 
-def test_only_the_norm_that_a_product_has_started_is_taken_over():
-    x, weight, unread = torch.randn(1, 1, 64), torch.randn(64), torch.full((1,), float("nan"))
-    started = NormInput(QuantizedVector.empty(64, x.device), torch.empty(2), 1e-5)
-    assert get_started_norm(x, weight, unread) is None
-    x._norm_input = (weight, started)
-    assert get_started_norm(x, weight.clone(), unread) is None, "another norm"
-    assert get_started_norm(x, weight, unread.double()) is None
-    normalized = get_started_norm(x, weight, unread)
-    assert get_quantized(normalized) is started
-    assert normalized.shape == x.shape
-    assert normalized.isnan().all(), "nothing else can read it"
+def test_a_block_that_runs_twice_begins_the_norm_that_comes_next_each_time(any_rows):
+    run = mb.Repeat(blocks=(LLAMA.decoder.pattern[0].blocks[0],), times=2, tied=True)
+    last = mb.Repeat(blocks=(LLAMA.decoder.pattern[0].blocks[0],))
+    config = dataclasses.replace(LLAMA, decoder=dataclasses.replace(LLAMA.decoder, pattern=(run, last)))
+    norms, (first, again, other) = begun_norms(config)
+    assert first is again
+    assert norms[0]["feedforward"].weight is first.attention_norm.weight
+    assert norms[1]["feedforward"].weight is other.attention_norm.weight

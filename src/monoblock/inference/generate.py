@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from monoblock.errors import InputError
-from monoblock.inference.backends.inference_copy import MIN_NATIVE_WEIGHTS
-from monoblock.inference.backends.prepared_model import GenerativeModel, PreparedModel, reason_not_to_optimize
+from monoblock.inference.backends.prepared_model import GenerativeModel, PreparedModel
 from monoblock.inference.backends.self_draft import make_self_draft
 from monoblock.inference.batch_rows import default_max_rows
 from monoblock.inference.draft_model import DraftModel
 from monoblock.inference.engine import MAX_BURST, Engine
+from monoblock.inference.fast_modules import MIN_NATIVE_WEIGHTS
 from monoblock.inference.prompt import parse_prompt
 from monoblock.inference.request import RequestOutput
 from monoblock.inference.settings import Settings, check_count, parse_settings, split_seeds
 from monoblock.inference.speculative import PromptLookup, Proposer
+from monoblock.inference.supported_models import reason_not_to_optimize
 from monoblock.inference.token_scores import score_tokens
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
 from monoblock.nn.transformer import Transformer

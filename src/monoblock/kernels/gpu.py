@@ -164,25 +164,32 @@ class NormInput(NamedTuple):
     squares: Tensor  # fp32 (K / 32,), the sum of x² in each block
     eps: float
 
-
-def get_quantized(x: Tensor) -> QuantizedVector | NormInput | None:
-    """Return the 8-bit form of a vector that a kernel computed beside it, or None."""
-    return getattr(x, "_quantized", None)
-
-
-def empty_quantized(out: Tensor) -> QuantizedVector:
-    """Return room for the 8-bit form of a vector, which a kernel computes beside it; `get_quantized` finds it."""
-    quantized = QuantizedVector.empty(out.shape[-1], out.device)
-    out._quantized = quantized  # type: ignore[attr-defined]
-    return quantized
+    @classmethod
+    def empty(cls, K: int, device: torch.device, eps: float) -> NormInput:
+        squares = torch.empty(K // QUANTIZED_BLOCK, dtype=torch.float32, device=device)
+        return cls(QuantizedVector.empty(K, device), squares, eps)
 
 
-def quantized_arguments(out: Tensor, is_wanted: bool) -> tuple[tuple[Tensor, Tensor, Tensor], bool]:
-    """Return room for the 8-bit form of `out` and whether to compute it: if wanted, and `out` is a single vector."""
+class Activations(NamedTuple):
+    """Activations (…, K) and, if a kernel has computed it beside them, the 8-bit form of a single vector.
+
+    With a `NormInput`, the vector that a product reads is the norm of `values`, which the product itself completes.
+    """
+
+    values: Tensor
+    rounded: QuantizedVector | NormInput | None = None
+
+
+def quantized_arguments(out: Tensor, is_wanted: bool) -> tuple[tuple[Tensor, Tensor, Tensor], QuantizedVector | None]:
+    """Return the arguments of a kernel for the 8-bit form of `out`, and that form: None if it is not computed.
+
+    It is computed if it is wanted and `out` is a single vector of whole blocks.
+    """
     K = out.shape[-1]
     if not is_wanted or out.numel() != K or K % QUANTIZED_BLOCK:
-        return (out, out, out), False
-    return empty_quantized(out), True
+        return (out, out, out), None
+    rounded = QuantizedVector.empty(K, out.device)
+    return rounded, rounded
 
 
 def norm(
@@ -194,37 +201,37 @@ def norm(
     centered: bool,
     cast_after_scale: bool,
     quantize: bool = False,
-) -> Tensor:
+) -> Activations:
     """Compute `layer_norm` of nn/norm.py if `centered`, else `rms_norm`, over the last axis of x in one kernel.
 
-    With `quantize`, the kernel also computes the 8-bit form of a single vector (see `get_quantized`).
+    With `quantize`, the kernel also computes the 8-bit form of a single vector.
     """
     out, K = torch.empty_like(x), x.shape[-1]
-    quantized, is_quantized = quantized_arguments(out, quantize)
+    quantized, rounded = quantized_arguments(out, quantize)
     block = 1 << (K - 1).bit_length()
     parameters = (x if weight is None else weight, x if bias is None else bias)
     _triton_kernels().norm_kernel[(x.numel() // K,)](
         x, *parameters, out, *quantized, K, eps,
         CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, CAST_AFTER_SCALE=cast_after_scale,
-        QUANTIZE=is_quantized, BLOCK=block, num_warps=4 if K < 4096 else 8, **launch_options(),
+        QUANTIZE=rounded is not None, BLOCK=block, num_warps=4 if K < 4096 else 8, **launch_options(),
     )  # fmt: skip
-    return out
+    return Activations(out, rounded)
 
 
-def gated_activation(gate_up: Tensor, activation: str, *, quantize: bool = False) -> Tensor:
+def gated_activation(gate_up: Tensor, activation: str, *, quantize: bool = False) -> Activations:
     """Compute activation(gate) * up (…, F); `gate_up` (…, 2F) is the concatenation of gate and up.
 
-    With `quantize`, the kernel also computes the 8-bit form of a single vector (see `get_quantized`).
+    With `quantize`, the kernel also computes the 8-bit form of a single vector.
     """
     F = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
-    quantized, is_quantized = quantized_arguments(out, quantize)
+    quantized, rounded = quantized_arguments(out, quantize)
     blocks = -(-F // 512)
     _triton_kernels().gated_activation_kernel[(gate_up.numel() // (2 * F), blocks)](
-        gate_up, out, *quantized, F, ACTIVATION_CODES[activation], is_quantized, 512,
+        gate_up, out, *quantized, F, ACTIVATION_CODES[activation], rounded is not None, 512,
         num_warps=4, **launch_options(),
     )  # fmt: skip
-    return out
+    return Activations(out, rounded)
 
 
 def argmax(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoblock.kernels.gpu import QUANTIZED_BLOCK, TARGET_PROGRAMS, launch_options, quantized_arguments
+from monoblock.kernels.gpu import QUANTIZED_BLOCK, TARGET_PROGRAMS, Activations, launch_options, quantized_arguments
 
 ROTARY_LAYOUTS = {None: 0, "halves": 1, "interleaved": 2}
 # Keys per block and warps, the fastest measured on an H200: of several programs for each head, and of one.
@@ -35,20 +35,20 @@ def attend_step(
     sin: Tensor | None = None,
     layout: str | None = None,
     quantize: bool = False,
-) -> Tensor:
+) -> Activations:
     """Rotate the query and key of one new token per row, append it to the cache, and attend to all cached tokens.
 
     q (B, H, 1, K), k and v (B, G, 1, K) belong to the new token; keys and values (B, G, columns, K) are the cache,
     whose last column is not used, and lengths (B,) counts the tokens in it before the new one.  The output is
     (B, 1, H K), the heads next to each other.  With `quantize`, the kernel also computes the 8-bit form of a single
-    vector (see `get_quantized`), if it can.
+    vector, if it can.
     """
     B, H, _, K = q.shape
     G, columns = keys.shape[1], keys.shape[2]
     splits = max(1, min(-(-(columns - 1) // 64), TARGET_PROGRAMS // (B * G)))
     out = torch.empty(B, 1, H * K, dtype=q.dtype, device=q.device)
     can_quantize = splits > 1 and K % QUANTIZED_BLOCK == 0
-    quantized, is_quantized = quantized_arguments(out, quantize and can_quantize)
+    quantized, rounded = quantized_arguments(out, quantize and can_quantize)
     partials = torch.empty(B * H * splits * (K + 2) if splits > 1 else 1, dtype=torch.float32, device=q.device)
     rotary_layout = ROTARY_LAYOUTS[layout] if cos is not None else 0
     pairs = cos.shape[-1] if cos is not None else 1
@@ -64,10 +64,10 @@ def attend_step(
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         pairs if cos_rows > 1 else 0, H, G, splits,
         HEADS=heads, PADDED_HEADS=padded_heads, K=K, PAIRS=pairs, ROTARY_LAYOUT=rotary_layout,
-        SPLITS=min(16, 1 << (splits - 1).bit_length()), QUANTIZE=is_quantized,
+        SPLITS=min(16, 1 << (splits - 1).bit_length()), QUANTIZE=rounded is not None,
         BLOCK=block if K <= 128 else block // 2, num_warps=warps, **launch_options(),
     )  # fmt: skip
-    return out
+    return Activations(out, rounded)
 
 
 def _counters(keys: Tensor) -> Tensor:

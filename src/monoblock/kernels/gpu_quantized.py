@@ -19,9 +19,9 @@ from torch import Tensor
 from monoblock.kernels.gpu import (
     ACTIVATION_CODES,
     QUANTIZED_BLOCK,
+    Activations,
     NormInput,
     QuantizedVector,
-    get_quantized,
     is_available,
     launch_options,
 )
@@ -79,63 +79,43 @@ class NextNorm(NamedTuple):
 
 
 def quantized_linear(
-    x: Tensor,
+    x: Activations,
     matrix: GpuQuantizedMatrix,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str | None = None,
     next_norm: NextNorm | None = None,
-) -> Tensor:
+) -> Activations:
     """Compute activation(x W^T + bias) + residual for a vector x (…, K) and a quantized matrix W (N, K).
 
     The output is (…, N).  With `next_norm`, the kernel also computes the input of that norm for the next product, if it
-    can (see `get_started_norm`).
+    can (see `can_join_norm`).
     """
-    N, K = len(matrix.packed), x.shape[-1]
-    out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
+    N, K = len(matrix.packed), x.values.shape[-1]
+    out = x.values.new_empty(*x.values.shape[:-1], N)
     flags = (bias is not None, residual is not None, -1 if activation is None else ACTIVATION_CODES[activation])
     added = (matrix.packed if bias is None else bias, matrix.packed if residual is None else residual)
-    vector = get_quantized(x) or _quantize(x.contiguous())
+    vector = x.rounded or _quantize(x.values.contiguous())
     vector, squares, eps = vector if isinstance(vector, NormInput) else (vector, None, 0.0)
-    next_norm = next_norm if can_join_norm(matrix) else None
-    rows, blocks, ahead, warps = _tile(matrix, N) if next_norm is None else (QUANTIZED_BLOCK, *NORM_TILE)
+    started, norm_arguments = None, (out,) * 5
+    if next_norm is not None and can_join_norm(matrix):
+        started = NormInput.empty(N, out.device, next_norm.eps)
+        norm_arguments = (next_norm.weight, *started.weighted, started.squares)
+    rows, blocks, ahead, warps = _tile(matrix, N) if started is None else (QUANTIZED_BLOCK, *NORM_TILE)
     _triton_kernels().quantized_matvec_kernel[(-(-N // rows),)](
         *vector, vector.sums if squares is None else squares, matrix.packed, matrix.scales, *added, out,
-        *((out,) * 5 if next_norm is None else _start_norm(out, next_norm)),
-        N, K, eps, _group_size(matrix), matrix.bits, *flags,
-        SQUARES=0 if squares is None else 1 << (len(squares) - 1).bit_length(), HAS_NORM=next_norm is not None,
+        *norm_arguments, N, K, eps, _group_size(matrix), matrix.bits, *flags,
+        SQUARES=0 if squares is None else 1 << (len(squares) - 1).bit_length(), HAS_NORM=started is not None,
         ROWS=rows, BLOCKS=blocks, AHEAD=ahead, EVEN=_num_blocks(matrix) % blocks == 0, num_warps=warps,
         **launch_options(),
     )  # fmt: skip
-    return out
-
-
-def get_started_norm(x: Tensor, weight: Tensor | None, unread: Tensor) -> Tensor | None:
-    """Return the RMS norm of a vector x, if the product that computed x has started it, else None.
-
-    The result is for `quantized_linear` alone, which completes the norm; its elements are those of `unread`.
-    """
-    norm_weight, started = getattr(x, "_norm_input", (None, None))
-    if started is None or norm_weight is not weight or x.dtype != unread.dtype:
-        return None
-    out = unread.expand(x.shape)
-    out._quantized = started  # type: ignore[attr-defined]
-    return out
+    return Activations(out, started)
 
 
 def can_join_norm(matrix: GpuQuantizedMatrix) -> bool:
     """Return whether a product can also compute the input of a norm of its output, and is faster for it."""
     N = len(matrix.packed)
     return matrix.bits == 4 and N >= MIN_NORM_ROWS and N % QUANTIZED_BLOCK == 0
-
-
-def _start_norm(out: Tensor, norm: NextNorm) -> tuple[Tensor, ...]:
-    """Return room for the input of a norm of `out`, which the kernel computes; `get_started_norm` finds it."""
-    N = out.shape[-1]
-    squares = torch.empty(N // QUANTIZED_BLOCK, dtype=torch.float32, device=out.device)
-    started = NormInput(QuantizedVector.empty(N, out.device), squares, norm.eps)
-    out._norm_input = (norm.weight, started)  # type: ignore[attr-defined]
-    return norm.weight, *started.weighted, squares
 
 
 def _quantize(x: Tensor) -> QuantizedVector:

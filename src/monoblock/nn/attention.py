@@ -177,7 +177,22 @@ class Attention(nn.Module):
         The output has the shape of x.
         """
         is_cached = isinstance(layer_cache, CrossAttentionCache) and layer_cache.keys is not None
-        queries, new_keys, new_values = self.project_qkv(x, x if memory is None else memory, is_cached)
+        projected = self.project_qkv(x, x if memory is None else memory, is_cached)
+        heads = self.attend_heads(*projected, context, layer_cache=layer_cache, cache_write=cache_write, tap=tap)
+        return apply_linear(self.output, heads)
+
+    def attend_heads(
+        self,
+        queries: Tensor,
+        new_keys: Tensor | None,
+        new_values: Tensor | None,
+        context: AttentionContext,
+        *,
+        layer_cache: LayerCache | CrossAttentionCache | None = None,
+        cache_write: CacheWrite | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """Attend from what `project_qkv` returns; the output (B, T, H * value size) has the heads side by side."""
         q = self._split_heads(queries, self.config.heads, self.query_norm)
         if context.rotary_angles is not None:
             q = apply_rotary(q, context.rotary_angles)
@@ -188,8 +203,7 @@ class Attention(nn.Module):
         else:
             rows, q = q.shape[0], fold_beams(q, keys.shape[0])
             out = unfold_beams(self._attend(q, keys, values, context, tap), rows)  # (B, H, T, value size)
-        out = apply_tap(tap, "heads", out).transpose(1, 2).flatten(2)
-        return apply_linear(self.output, out)
+        return apply_tap(tap, "heads", out).transpose(1, 2).flatten(2)
 
     def _split_heads(self, x: Tensor, heads: int, norm: Norm | None = None) -> Tensor:
         """Split x (B, T, heads * size) into heads (B, heads, T, size), clamped and normalized if so configured."""

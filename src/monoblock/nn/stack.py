@@ -108,28 +108,40 @@ class Stack(nn.Module):
 
         The output has the shape of x.
         """
+        inputs = self.block_inputs(x, token_positions, memory, memory_positions, cache)
+        for layer, (block, context, options) in zip(self.layers, inputs, strict=True):
+            x = x.to(hidden_dtype(x))
+            x = self._run_block(block, x, context, **options, **tap_argument(block, tap, str(layer)))
+        return x if self.norm is None else apply_tap(tap, "norm", self.norm(x))
+
+    def block_inputs(
+        self,
+        x: Tensor,
+        token_positions: TokenPositions,
+        memory: Tensor | None = None,
+        memory_positions: TokenPositions | None = None,
+        cache: Cache | None = None,
+    ) -> list[tuple[Block, AttentionContext, dict[str, Any]]]:
+        """Return for each layer its block, and what it is called with besides the hidden states."""
         writes: list[CacheWrite | None] = (
             [None] * len(self.block_order) if cache is None else list(cache.prepare_write(token_positions))
         )
-        contexts: list[AttentionContext | None] = [None] * len(self.attention_configs)
+        contexts: dict[int, AttentionContext] = {}
         memory_context = self._memory_context(token_positions, memory_positions, cache, x)
+        x, inputs = x.to(hidden_dtype(x)), []
         for layer, block in zip(self.layers, self.blocks, strict=True):
             kind, write = self.attention_config_index[layer], writes[layer]
-            x = x.to(hidden_dtype(x))
-            context = contexts[kind] or self._attention_context(kind, token_positions, write, x)
-            contexts[kind] = context
-            x = self._run_block(
-                block,
-                x,
-                context,
-                memory=memory,
-                memory_context=memory_context,
-                layer_cache=None if cache is None else cache.layers[layer],
-                cache_write=write,
-                cross_cache=None if cache is None else cache.cross_layers[layer],
-                **tap_argument(block, tap, str(layer)),
-            )
-        return x if self.norm is None else apply_tap(tap, "norm", self.norm(x))
+            if kind not in contexts:
+                contexts[kind] = self._attention_context(kind, token_positions, write, x)
+            options = {
+                "memory": memory,
+                "memory_context": memory_context,
+                "layer_cache": None if cache is None else cache.layers[layer],
+                "cache_write": write,
+                "cross_cache": None if cache is None else cache.cross_layers[layer],
+            }
+            inputs.append((block, contexts[kind], options))
+        return inputs
 
     def _run_block(self, block: Block, *inputs: Any, **options: Any) -> Tensor:
         if not (self.recompute and self.training and torch.is_grad_enabled()):

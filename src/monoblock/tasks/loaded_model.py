@@ -14,7 +14,7 @@ from monoblock.baselines.generate import MAX_ROWS, Decoder
 from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import PatchConfig
 from monoblock.errors import InputError
-from monoblock.inference.backends.prepared_model import GenerativeModel, reason_not_to_optimize
+from monoblock.inference.backends.prepared_model import GenerativeModel
 from monoblock.inference.batch_rows import default_max_rows
 from monoblock.inference.engine import Engine
 from monoblock.inference.generate import truncated_length
@@ -22,6 +22,7 @@ from monoblock.inference.optimized import optimize
 from monoblock.inference.prompt import Prompt
 from monoblock.inference.settings import Settings, check_effects, parse_settings
 from monoblock.inference.streaming_text import StreamingText, TextChunk, stream_chunks
+from monoblock.inference.supported_models import reason_not_to_optimize
 from monoblock.inference.token_scores import score_tokens
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import DataSection

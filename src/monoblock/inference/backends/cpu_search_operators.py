@@ -9,22 +9,17 @@ from torch import Tensor, nn
 
 from monoblock.inference.backends.cpu_step import (
     FusedStack,
-    InferenceStack,
     has_plain_matrices,
     has_readable_weights,
     is_plain_fp32,
 )
-from monoblock.inference.backends.supported_fields import (
-    BLOCK,
-    FEEDFORWARD,
-    HEADS,
+from monoblock.inference.fast_modules import FastStack
+from monoblock.inference.supported_models import (
     NATIVE_ACTIVATIONS,
     NATIVE_NORMS,
     NATIVE_RESIDUALS,
-    NORM,
-    SCORES,
+    SUPPORTED,
     AllowList,
-    allow,
     one_of,
     positive,
     unsupported_field,
@@ -37,21 +32,16 @@ from monoblock.nn.transformer import Transformer
 from monoblock.quantization.cpu_linear import KernelLinear
 
 ENCODER_SUPPORTED: AllowList = {
-    **allow(BLOCK),
+    **SUPPORTED,
     "cross": one_of(None),
-    **allow(NORM, "norm."),
     "norm.kind": one_of(*NATIVE_NORMS),
     "residual": one_of(*NATIVE_RESIDUALS),
-    **allow(f"{HEADS} {SCORES} block_size random_seed", "attention."),
-    "attention.kind": one_of("softmax"),
     "attention.mask": one_of("full"),
     "attention.window": one_of(None),
     "attention.global_tokens": one_of(False),
     "attention.random_blocks": one_of(0),
     "attention.positions": one_of(None),
-    **allow(NORM, "attention.qk_norm."),
     "attention.qk_norm.kind": one_of(*NATIVE_NORMS),
-    **allow(FEEDFORWARD, "feedforward."),
     "feedforward.hidden": positive,
     "feedforward.activation": one_of(*NATIVE_ACTIVATIONS),
     "feedforward.experts": one_of(None),
@@ -92,7 +82,7 @@ def _token_table(model: Transformer, embedding: Embedding) -> Tensor | None:
 
 def _build_search_model(model: Transformer, embedding: Embedding | None) -> Any:
     stack, head = model.decoder, model.head
-    fused = stack.fused_stack if isinstance(stack, InferenceStack) else None
+    fused = stack.fused_stack if isinstance(stack, FastStack) else None
     if fused is None or head is None:
         return None
     output = model.output_embedding if head.output is None else head.output

@@ -14,20 +14,13 @@ from torch import Tensor, nn
 
 from monoblock.config.model import AttentionConfig, Rotary
 from monoblock.inference.backends.cpu_position_tables import PositionTables
-from monoblock.inference.backends.supported_fields import (
-    ATTENTION,
-    BLOCK,
-    FEEDFORWARD,
-    HEADS,
+from monoblock.inference.supported_models import (
     NATIVE_ACTIVATIONS,
     NATIVE_NORMS,
     NATIVE_POSITIONS,
     NATIVE_RESIDUALS,
-    NORM,
-    POSITIONS,
-    SCALING,
+    SUPPORTED,
     AllowList,
-    allow,
     one_of,
     positive,
     unsupported_field,
@@ -37,7 +30,6 @@ from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.kv_cache.cache_index import CacheIndex
 from monoblock.nn.norm import Norm
 from monoblock.nn.stack import Stack
-from monoblock.nn.tap import Tap
 from monoblock.nn.token_positions import TokenPositions
 from monoblock.quantization.cpu_linear import KernelLinear
 
@@ -50,62 +42,25 @@ OPERATOR_MATRICES = {
     "feedforward": ("gate", "up", "down"),
 }
 
-SUPPORTED: AllowList = {
-    **allow(f"{BLOCK} cross"),
-    **allow(NORM, "norm."),
+STEP_SUPPORTED: AllowList = {
+    **SUPPORTED,
     "norm.kind": one_of(*NATIVE_NORMS),
     "residual": one_of(*NATIVE_RESIDUALS),
-    **allow(ATTENTION, "attention."),
-    "attention.kind": one_of("softmax"),
     "attention.mask": one_of("causal"),
     "attention.global_tokens": one_of(False),
     "attention.random_blocks": one_of(0),
-    **allow(NORM, "attention.qk_norm."),
     "attention.qk_norm.kind": one_of(*NATIVE_NORMS),
-    **allow(POSITIONS, "attention.positions."),
     "attention.positions.kind": one_of(*NATIVE_POSITIONS),
     "attention.positions.form": one_of("distance"),  # of ALiBi
-    **allow(SCALING, "attention.positions.scaling."),
     "attention.positions.scaling.kind": one_of("linear", "ntk", "yarn", "llama3", "proportional"),
-    **allow(f"{HEADS} block_size random_seed qk_norm_over", "cross."),
     "cross.mask": one_of("full"),
     **{f"cross.{name}": one_of(None) for name in ("window", "positions", "qk_norm", "softcap", "clip")},
     **{f"cross.{name}": one_of(False) for name in ("global_tokens", "sinks")},
     "cross.random_blocks": one_of(0),
-    **allow(FEEDFORWARD, "feedforward."),
     "feedforward.hidden": positive,
     "feedforward.activation": one_of(*NATIVE_ACTIVATIONS),
     "feedforward.experts": one_of(None),
 }
-
-
-class InferenceStack(Stack):
-    """A stack that runs passes of a few tokens in one C++ operator, if the operator supports the pass."""
-
-    fused_stack: FusedStack | None = None
-
-    def forward(
-        self,
-        x: Tensor,
-        token_positions: TokenPositions,
-        *,
-        memory: Tensor | None = None,
-        memory_positions: TokenPositions | None = None,
-        cache: Cache | None = None,
-        tap: Tap | None = None,
-    ) -> Tensor:
-        if (
-            self.fused_stack is not None
-            and cache is not None
-            and tap is None
-            and self.fused_stack.supports_pass(x, token_positions, cache)
-        ):
-            out = self.fused_stack(x, token_positions, memory_positions, cache)
-            if out is not None:
-                return out
-        return super().forward(
-            x, token_positions, memory=memory, memory_positions=memory_positions, cache=cache, tap=tap
-        )
 
 
 def fuse_stack(stack: Stack) -> FusedStack | None:
@@ -116,7 +71,7 @@ def fuse_stack(stack: Stack) -> FusedStack | None:
 
 def supports_block(block: Block) -> bool:
     """Return whether the C++ operator supports everything that a block computes."""
-    if unsupported_field(block.config, SUPPORTED) is not None:
+    if unsupported_field(block.config, STEP_SUPPORTED) is not None:
         return False
     return has_plain_matrices(block) and all(has_readable_weights(module) for module in block.modules())
 

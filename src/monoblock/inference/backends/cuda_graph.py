@@ -23,40 +23,14 @@ from monoblock.inference.backends.recorded_prompts import (
 )
 from monoblock.inference.backends.search.cuda_search import BufferKey, BufferPool, RecordedSearch
 from monoblock.inference.backends.search.record import Recording, record
-from monoblock.inference.backends.supported_fields import (
-    ATTENTION,
-    BLOCK,
-    EXPERTS,
-    FEEDFORWARD,
-    NORM,
-    POSITIONS,
-    SCALING,
-    AllowList,
-    allow,
-    one_of,
-    unsupported_field,
-)
 from monoblock.inference.beam import BeamSearch
 from monoblock.inference.prompt import Prompt
+from monoblock.inference.supported_models import SUPPORTED, unsupported_field
 from monoblock.nn.kv_cache.beam_cache import MAX_BEAMS
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.transformer import Transformer
 
 CAPACITY_MULTIPLE = 64
-
-SUPPORTED: AllowList = {
-    **allow(f"{BLOCK} cross"),
-    **allow(NORM, "norm."),
-    **allow(ATTENTION, "attention."),
-    "attention.kind": one_of("softmax"),  # the cache of linear attention cannot be static
-    **allow(NORM, "attention.qk_norm."),
-    **allow(POSITIONS, "attention.positions."),
-    **allow(SCALING, "attention.positions.scaling."),
-    **allow(ATTENTION, "cross."),
-    **allow(NORM, "cross.qk_norm."),
-    **allow(f"{FEEDFORWARD} experts", "feedforward."),
-    **allow(EXPERTS, "feedforward.experts."),
-}
 
 
 def supports_cuda_graph(model: Transformer) -> bool:

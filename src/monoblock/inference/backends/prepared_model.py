@@ -14,16 +14,11 @@ from monoblock.config.model import ModelConfig
 from monoblock.errors import InputError
 from monoblock.inference.backends.cpu_search_operators import SearchOperators, build_search_operators
 from monoblock.inference.backends.cuda_graph import CudaGraphDecoderState
-from monoblock.inference.backends.fast_modules.fused_linear import join_storage
-from monoblock.inference.backends.fast_modules.gpu_quantized_linear import can_join_quantized
-from monoblock.inference.backends.fast_modules.padded_vocabulary import make_room, needs_padding, output_table
-from monoblock.inference.backends.inference_copy import build_inference_copy, reason_for_no_copy
 from monoblock.inference.backends.search.cuda_search import BufferPool
 from monoblock.inference.backends.speculative_graph import SPARE_TOKENS, SpeculativeGraphState
-from monoblock.nn.attention import Attention
+from monoblock.inference.fast_modules import build_fast_model
+from monoblock.inference.supported_models import reason_not_to_optimize
 from monoblock.nn.check_model import check_model
-from monoblock.nn.feedforward import FeedForward
-from monoblock.nn.linear import can_join
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import quantize
 
@@ -42,7 +37,7 @@ class PreparedModel:
         if (reason := reason_not_to_optimize(model)) is not None:
             raise InputError(f"this model cannot be optimized: {reason}; call model.generate, which runs its modules")
         self.plain = model
-        self.model = build_inference_copy(model)
+        self.model = build_fast_model(model)
         self._drafts: dict[str, PreparedModel] = {}
         self._idle_graphs: dict[type[CudaGraphDecoderState], CudaGraphDecoderState] = {}
         self._search_buffers = BufferPool(self.model)
@@ -115,47 +110,6 @@ def _keep_graph(owner: weakref.ref[PreparedModel], state: CudaGraphDecoderState)
     if prepared is not None:
         with prepared._lock:
             prepared._idle_graphs[type(state)] = state
-
-
-def reason_not_to_optimize(model: Transformer) -> str | None:
-    """Return why a model has no fast path, or None if it has one."""
-    if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
-        return "it generates no text"
-    if model.training:
-        return "it is in training mode (write model.eval() first)"
-    return reason_for_no_copy(model)
-
-
-def arrange_weights(model: Transformer) -> None:
-    """Place weights that a GPU uses in one product next to each other, and leave room to pad the output table.
-
-    The fast copy then needs no second copy of them.  Parameters keep their names, shapes and values.
-    """
-    join_projection_storage(model)
-    table = output_table(model)
-    if table is not None and needs_padding(table):
-        with torch.no_grad():
-            make_room(table)
-
-
-def join_projection_storage(model: Transformer) -> None:
-    """Place the query, key and value weights of each attention layer in one storage, and likewise gate and up."""
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, Attention):
-                layers = [module.query, module.key, module.value]
-            elif isinstance(module, FeedForward) and module.gate is not None and module.config.clamp is None:
-                layers = [module.gate, module.up]
-            else:
-                continue
-            if can_join(layers):
-                join_storage([layer.weight for layer in layers])
-                if layers[0].bias is not None:
-                    join_storage([layer.bias for layer in layers])
-            elif can_join_quantized(layers):
-                for buffers in zip(*(layer.packed_matrix for layer in layers), strict=True):
-                    if buffers[0] is not None:
-                        join_storage(buffers)
 
 
 GenerativeModel = Transformer | PreparedModel  # what the engine decodes

@@ -4,21 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from monoblock.inference.backends.fast_modules.padded_vocabulary import (
-    ROW_MULTIPLE,
-    PaddedVocabulary,
-    make_room,
-    padded_view,
-)
+from monoblock.inference.arrange_weights import ROW_MULTIPLE, make_room, needs_padding, padded_table
 
 
 @pytest.mark.parametrize("rows", [1, 7, 9, 50])
 def test_a_table_with_room_keeps_its_values_and_shares_the_padded_storage(rows):
     table = torch.nn.Parameter(torch.randn(rows, 6, dtype=torch.double))
     before, x = table.detach().clone(), torch.randn(4, 6, dtype=torch.double)
-    assert padded_view(table) is None
+    assert table.data_ptr() != padded_table(table).data_ptr()
     make_room(table)
-    padded = padded_view(table)
+    padded = padded_table(table)
     assert padded.shape[0] % ROW_MULTIPLE == 0
     assert padded.shape[0] - rows < ROW_MULTIPLE
     assert torch.equal(table, before)
@@ -32,19 +27,18 @@ def test_a_table_with_room_keeps_its_values_and_shares_the_padded_storage(rows):
 
 def test_a_table_with_a_multiple_of_8_rows_is_not_padded():
     table = torch.nn.Parameter(torch.randn(2 * ROW_MULTIPLE, 6))
-    assert PaddedVocabulary.build(table) is None
-    assert padded_view(table) is None
+    assert not needs_padding(table)
+    assert torch.equal(padded_table(table), table)
 
 
 def test_a_table_without_room_is_copied():
     table = torch.randn(7, 6, dtype=torch.double)
-    padded, x = PaddedVocabulary(table), torch.randn(4, 6, dtype=torch.double)
-    assert padded.is_copy
-    torch.testing.assert_close(F.linear(x, padded.table)[:, :7], x @ table.T, rtol=0, atol=1e-12)
-    assert not padded.table[7:].any()
+    padded, x = padded_table(table), torch.randn(4, 6, dtype=torch.double)
+    torch.testing.assert_close(F.linear(x, padded)[:, :7], x @ table.T, rtol=0, atol=1e-12)
+    assert not padded[7:].any()
 
 
 def test_a_slice_of_a_larger_matrix_is_not_taken_for_a_padded_table():
     matrix = torch.randn(24, 6)
-    assert padded_view(matrix[:7]) is None
-    assert padded_view(matrix[5:12]) is None
+    for table in (matrix[:7], matrix[5:12]):
+        assert not padded_table(table)[7:].any()

@@ -1,0 +1,518 @@
+"""The fast copy of a model: modules that compute the same, but faster for the few tokens of a decoding step.
+
+    fast = build_fast_model(model)      # a Transformer in evaluation mode; the model itself is not changed
+
+Weights are shared.  A GPU has those of projections that are computed together once more, and an output table that is
+padded, unless they lie in memory as arrange_weights.py places them.
+
+From the last product of a sublayer to the first of the next, two things are passed together: the residual stream, and
+for quantized products its 8-bit form (see `Activations`).  The last product also adds the residual, in one kernel.  If
+quantized products alone read an RMS norm, the product before the norm begins it, the product after it completes it, and
+the norm has no kernel of its own (see kernels/gpu_quantized.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.inference.arrange_weights import needs_padding, padded_table
+from monoblock.inference.backends.cpu_attention import attend_one_query, supports_row_kernel
+from monoblock.inference.backends.cpu_step import FusedStack, fuse_stack
+from monoblock.inference.fast_linear import (
+    Choices,
+    FastLinear,
+    FastQuantizedEmbedding,
+    FastQuantizedLinear,
+    FastQuantizedMatrix,
+    FusedLinear,
+    FusedQuantizedLinear,
+    fast_linear,
+    fuse_layers,
+    multiply,
+    reads_rounded,
+    take_over,
+)
+from monoblock.inference.supported_models import NATIVE_NORMS
+from monoblock.kernels import gpu as kernels
+from monoblock.kernels.cpu.autograd import gelu_tanh_inference
+from monoblock.kernels.cpu.library import load_kernels
+from monoblock.kernels.gpu import ACTIVATION_CODES, Activations, NormInput
+from monoblock.kernels.gpu_attention import attend_step
+from monoblock.kernels.gpu_beams import attend_beams, attend_source, supports_beams
+from monoblock.kernels.gpu_quantized import NextNorm, can_join_norm, has_kernel
+from monoblock.nn.attention import Attention
+from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.block import Block
+from monoblock.nn.experts import Experts
+from monoblock.nn.feedforward import FeedForward, apply_activation
+from monoblock.nn.heads import Head
+from monoblock.nn.kv_cache.beam_cache import SAME_HYPOTHESIS
+from monoblock.nn.kv_cache.cache import Cache
+from monoblock.nn.kv_cache.cache_index import CacheWrite
+from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.norm import HALF_DTYPES, Norm
+from monoblock.nn.positions import apply_rotary
+from monoblock.nn.stack import Stack
+from monoblock.nn.tap import Tap
+from monoblock.nn.token_positions import TokenPositions
+from monoblock.nn.transformer import Transformer
+from monoblock.quantization.convert import copy_sharing_weights
+from monoblock.quantization.cpu_linear import KERNEL_ROWS, use_cpu_kernels
+from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear
+
+MIN_NATIVE_WEIGHTS = 2_000_000  # for smaller models, compiling the CPU kernels takes longer than they save
+MAX_EXPERT_TOKENS = 64  # for more, it is faster to run each expert on its tokens
+
+
+def build_fast_model(model: Transformer, *, fuse: bool | None = None) -> Transformer:
+    """Build the fast copy of a model; `fuse` replaces the choice whether to join projections.
+
+    On a CPU with a C++ compiler, its decoder runs a few tokens at a time in one C++ operator (backends/cpu_step.py).
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        on_gpu, is_quantized = model.device.type == "cuda", model.config.quantize is not None
+        large = is_quantized or sum(weight.numel() for weight in model.parameters()) >= MIN_NATIVE_WEIGHTS
+        native = large and is_cpu_fp32(model) and load_kernels().is_ready
+        copied = use_cpu_kernels(model) if is_quantized else model
+        copied = copy_sharing_weights(model).eval() if copied is model else copied
+        choices = Choices(on_gpu if fuse is None else fuse, is_quantized and on_gpu, native and not is_quantized)
+        fast: Transformer = make_fast(copied, choices)
+        if isinstance(fast.head, FastHead):
+            fast.head.prepare(fast, choices)
+        if native and isinstance(fast.decoder, FastStack):
+            fast.decoder.fused_stack = fuse_stack(fast.decoder)
+            for module in fast.modules():
+                if isinstance(module, FeedForward) and module.config.activation == "gelu_tanh":
+                    module.activation = gelu_tanh_inference
+        return fast
+
+
+def is_cpu_fp32(model: nn.Module) -> bool:
+    weight = next(iter(model.parameters()))
+    return weight.device.type == "cpu" and weight.dtype == torch.float32
+
+
+def make_fast(module: Any, choices: Choices) -> Any:
+    """Replace the modules in a module, innermost first; return the fast module in its place, or the module itself."""
+    for name, child in module.named_children():
+        module._modules[name] = make_fast(child, choices)
+    kind: Any = FAST_MODULES.get(type(module))
+    return module if kind is None or (kind in QUANTIZED and not choices.quantized) else kind(module, choices)
+
+
+# -- sublayers ------------------------------------------------------------------------------------------------------
+
+
+class FastNorm(Norm):
+    def __init__(self, plain: Norm, choices: Choices) -> None:
+        take_over(self, plain)
+        self.quantizes = choices.quantized
+        is_vector = self.weight is None or self.weight.dim() == 1
+        self.is_plain = self.config.kind in NATIVE_NORMS and not self.config.unit_offset and is_vector
+
+    def run(self, x: Tensor) -> Activations:
+        config = self.config
+        if not (
+            self.is_plain and x.is_cuda and x.dtype in HALF_DTYPES and x.is_contiguous() and kernels.is_available()
+        ):
+            return Activations(super().forward(x))
+        centered = config.kind == "layer"
+        return kernels.norm(
+            x,
+            self.weight,
+            self.bias,
+            config.eps,
+            centered=centered,
+            cast_after_scale=centered or config.cast == "after_scale",
+            quantize=self.quantizes,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x).values
+
+
+class FastFeedForward(FeedForward):
+    fused: FusedLinear | FusedQuantizedLinear | None = None
+
+    def __init__(self, plain: FeedForward, choices: Choices) -> None:
+        take_over(self, plain)
+        if choices.fuse and self.gate is not None and self.config.clamp is None:
+            self.fused = fuse_layers([self.gate, self.up])
+
+    def run(self, x: Activations, residual: Tensor | None = None, next_norm: NextNorm | None = None) -> Activations:
+        return multiply(self.down, self._hidden(x), residual, next_norm)
+
+    def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
+        assert tap is None, "fast modules have no taps"
+        return self.run(Activations(x)).values
+
+    def _hidden(self, x: Activations) -> Activations:
+        """Return activation(up(x)), or activation(gate(x)) * up(x)."""
+        activation, values, up = self.config.activation, x.values, self.up
+        has_code, fused = activation in ACTIVATION_CODES, self.fused
+        if self.gate is None and has_code and isinstance(up, FastQuantizedLinear) and up.has_kernel(values):
+            return up.multiply(x, up.bias, activation=activation)
+        if self.gate is None and has_code and isinstance(up, FastLinear) and kernels.supports_linear(values, up.weight):
+            return Activations(kernels.linear(values, up.weight, up.bias, activation=activation))
+        if fused is None:
+            hidden = multiply(up, x).values
+            gate = None if self.gate is None else multiply(self.gate, x).values
+            return Activations(apply_activation(self.activation, hidden, gate, self.config.clamp))
+        has_kernel = values.is_cuda and has_code and kernels.is_available()
+        if has_kernel and isinstance(fused, FusedLinear) and fused.supports_gated(values):
+            return Activations(kernels.gated_linear(values, fused.weight, activation))
+        both = fused(x)
+        if has_kernel:
+            return kernels.gated_activation(both, activation, quantize=reads_rounded(self.down))
+        gate, hidden = both.chunk(2, -1)
+        return Activations(self.activation(gate) * hidden)
+
+
+def needs_fixed_shapes(x: Tensor) -> bool:
+    """Return whether tokens x (N, D) may be those of a step that is recorded."""
+    return x.is_cuda and x.shape[0] <= MAX_EXPERT_TOKENS
+
+
+class FastExperts(Experts):
+    """Experts that gather the weights of each token or, if there are fewer experts than that, run all of them.
+
+    All shapes are fixed then, so that a step on a GPU can be recorded.
+    """
+
+    def __init__(self, plain: Experts, choices: Choices) -> None:
+        take_over(self, plain)
+
+    def run(self, x: Activations, residual: Tensor | None = None, next_norm: NextNorm | None = None) -> Activations:
+        out = self(x.values)
+        return Activations(out if residual is None else residual + out)
+
+    def _run_selected(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        if not needs_fixed_shapes(x):
+            return super()._run_selected(x, expert_ids, weights)
+        if expert_ids.numel() < self.experts_config.count and isinstance(self.up, Tensor):
+            return self._run_gathered(x, expert_ids, weights)
+        return self._run_all(x, expert_ids, weights, None)
+
+    def _run_gathered(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """Multiply each token of x (N, D) with copies of the weights of its experts; return the weighted sum."""
+        ids = expert_ids.flatten()
+
+        def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            out = (weight[ids] @ rows.unsqueeze(-1)).squeeze(-1)
+            return out if bias is None else out + bias[ids]
+
+        rows = x.repeat_interleave(expert_ids.shape[1], 0)
+        gate = None if self.gate is None else project(rows, self.gate, self.gate_bias)
+        hidden = apply_activation(self.activation, project(rows, self.up, self.up_bias), gate, self.config.clamp)
+        outputs = project(hidden, self.down, self.down_bias).view(*expert_ids.shape, -1)
+        return (outputs * weights.unsqueeze(-1)).sum(1)
+
+
+class FastAttention(Attention):
+    fused: FusedLinear | FusedQuantizedLinear | None = None
+
+    def __init__(self, plain: Attention, choices: Choices) -> None:
+        take_over(self, plain)
+        self.uses_row_kernel = choices.native  # the CPU kernel for one query per row
+        if choices.fuse:
+            self.fused = fuse_layers([self.query, self.key, self.value])
+
+    def run(
+        self,
+        x: Activations,
+        residual: Tensor | None = None,
+        next_norm: NextNorm | None = None,
+        *,
+        context: AttentionContext,
+        memory: Tensor | None = None,
+        layer_cache: LayerCache | CrossAttentionCache | None = None,
+        cache_write: CacheWrite | None = None,
+    ) -> Activations:
+        """Return the output for x, plus a residual (see `multiply`); the other arguments are those of `forward`."""
+        is_cached = isinstance(layer_cache, CrossAttentionCache) and layer_cache.keys is not None
+        q, k, v = self._project(x, memory, is_cached)
+        heads: Tensor | Activations
+        if self.uses_row_kernel and supports_row_kernel(self, x.values, context, layer_cache, cache_write):
+            keys_values = self._update_keys_values(k, v, context, layer_cache, cache_write)
+            heads = attend_one_query(self, q, keys_values, context)
+        elif isinstance(layer_cache, LayerCache) and self._supports_step_kernel(q, context, layer_cache):
+            heads = self._attend_step(q, k, v, context, layer_cache)
+        elif self._supports_beam_kernel(q, context, layer_cache):
+            heads = self._attend_beams(q, k, v, context, layer_cache)
+        else:
+            heads = self.attend_heads(q, k, v, context, layer_cache=layer_cache, cache_write=cache_write)
+        heads = Activations(heads) if isinstance(heads, Tensor) else heads
+        return multiply(self.output, heads, residual, next_norm)
+
+    def _project(
+        self, x: Activations, memory: Tensor | None, is_cached: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Project x to queries, and x or the memory to keys and values, which are None if they are cached already."""
+        if self.fused is not None and memory is None and not is_cached:
+            q, k, v = self.fused(x).split(self.fused.sizes, -1)
+            return q, k, v
+        query = multiply(self.query, x).values
+        if is_cached:
+            return query, None, None
+        source = x if memory is None else Activations(memory)
+        return query, multiply(self.key, source).values, multiply(self.value, source).values
+
+    def _attend_step(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, context: AttentionContext, layer_cache: LayerCache
+    ) -> Activations:
+        """Attend with one token per row, q (B, 1, H K); one kernel rotates, writes the cache and attends."""
+        assert k is not None
+        assert v is not None
+        assert layer_cache.keys is not None
+        assert layer_cache.values is not None
+        assert context.cached_lengths is not None
+        angles = context.rotary_angles
+        return attend_step(
+            self._split_heads(q, self.config.heads, self.query_norm),
+            self._split_heads(k, self.config.num_kv_heads, self.key_norm),
+            self._split_heads(v, self.config.num_kv_heads),
+            layer_cache.keys,
+            layer_cache.values,
+            context.cached_lengths,
+            scale=self.config.scale,
+            cos=None if angles is None else angles.cos.contiguous(),
+            sin=None if angles is None else angles.sin.contiguous(),
+            layout=None if angles is None else "interleaved" if angles.interleaved else "halves",
+            quantize=reads_rounded(self.output),
+        )
+
+    def _supports_step_kernel(self, q: Tensor, context: AttentionContext, layer_cache: LayerCache) -> bool:
+        keys, values = layer_cache.keys, layer_cache.values
+        if context.cached_lengths is None or keys is None or values is None:
+            return False
+        if not (q.is_cuda and q.dtype in HALF_DTYPES and kernels.is_available()):
+            return False
+        size = keys.shape[-1]
+        return self._is_plain(context) and size == values.shape[-1] and 16 <= size <= 256 and size & (size - 1) == 0
+
+    def _is_plain(self, context: AttentionContext) -> bool:
+        """Return whether scores are plain products of queries and keys."""
+        config = self.config
+        return config.softcap is None and self.sinks is None and self.position_bias is None and context.bias is None
+
+    def _supports_beam_kernel(
+        self, q: Tensor, context: AttentionContext, layer_cache: LayerCache | CrossAttentionCache | None
+    ) -> bool:
+        """Return whether there is a kernel for the beams q (S, n, H K) of S searches: what they see is simple."""
+        if layer_cache is None or layer_cache.keys is None or layer_cache.values is None:
+            return False
+        resolved, is_cross = context.resolved_mask, isinstance(layer_cache, CrossAttentionCache)
+        if resolved.matrix is not None or (context.beams is None) != is_cross or q.shape[1] == 1:
+            return False
+        names = {term.name for term in resolved.mask.terms}
+        is_simple = not names if is_cross else names <= {"causal", SAME_HYPOTHESIS} and resolved.k.valid is None
+        (rows, groups, _, size), value_size = layer_cache.keys.shape, layer_cache.values.shape[-1]
+        is_simple = is_simple and rows == q.shape[0] and size == value_size and self._is_plain(context)
+        return is_simple and supports_beams(q, size, q.shape[1] * self.config.heads // groups)
+
+    def _attend_beams(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        context: AttentionContext,
+        layer_cache: LayerCache | CrossAttentionCache | None,
+    ) -> Tensor:
+        """Attend from the beams q (S, n, H K) to their hypotheses, or to the cached source; the result is the same."""
+        assert layer_cache is not None
+        keys, values, scale = layer_cache.keys, layer_cache.values, self.config.scale
+        assert keys is not None
+        assert values is not None
+        q = self._split_heads(q, self.config.heads, self.query_norm)
+        angles = context.rotary_angles
+        q = q if angles is None else apply_rotary(q, angles)
+        if context.beams is None or k is None or v is None:
+            return attend_source(q, keys, values, context.resolved_mask.k.valid, scale=scale)
+        k = self._split_heads(k, self.config.num_kv_heads, self.key_norm)
+        k = k if angles is None else apply_rotary(k, angles)
+        v = self._split_heads(v, self.config.num_kv_heads)
+        return attend_beams(q, k, v, keys, values, *context.beams, scale=scale)
+
+
+# -- block, stack and head ------------------------------------------------------------------------------------------
+
+NextNorms = dict[str, NextNorm]  # by sublayer of a block: the norm that its last product begins
+
+
+class FastBlock(Block):
+    """A block that is given, and returns, the residual stream and its 8-bit form together."""
+
+    def __init__(self, plain: Block, choices: Choices) -> None:
+        take_over(self, plain)
+        config = self.config
+        is_added = config.residual != "none" and config.residual_scale == 1.0 and config.layer_scale is None
+        self.adds_residual = config.norm_place == "pre" and is_added  # in the last product of a sublayer
+
+    def run(
+        self,
+        x: Activations,
+        context: AttentionContext,
+        next_norms: NextNorms,
+        *,
+        memory: Tensor | None = None,
+        memory_context: AttentionContext | None = None,
+        layer_cache: LayerCache | None = None,
+        cache_write: CacheWrite | None = None,
+        cross_cache: CrossAttentionCache | None = None,
+    ) -> Activations:
+        """Apply the block to x (B, T, D); with a `NormInput`, x comes with the begun norm of the first sublayer."""
+        attend = partial(cast(FastAttention, self.attention).run, layer_cache=layer_cache, cache_write=cache_write)
+        sublayers: dict[str, Callable[..., Activations]] = {"attention": partial(attend, context=context)}
+        if self.cross is not None:
+            attend = partial(cast(FastAttention, self.cross).run, memory=memory, layer_cache=cross_cache)
+            sublayers["cross"] = partial(attend, context=memory_context)
+        if self.feedforward is not None:
+            sublayers["feedforward"] = cast(FastFeedForward, self.feedforward).run
+        if self.config.is_parallel:
+            return self._run_parallel(x, sublayers)
+        for name, sublayer in sublayers.items():
+            x = self._run_sublayer(x, name, sublayer, next_norms.get(name))
+        return x
+
+    def _run_sublayer(
+        self, x: Activations, name: str, sublayer: Callable[..., Activations], next_norm: NextNorm | None
+    ) -> Activations:
+        """Apply one sublayer with its norm and residual connection (see `Block`)."""
+        place, norm, residual = self.config.norm_place, getattr(self, f"{name}_norm"), x.values
+        if place in ("pre", "sandwich") and norm is not None and not isinstance(x.rounded, NormInput):
+            x = norm.run(residual)
+        if self.adds_residual:
+            return sublayer(x, residual, next_norm)
+        update = sublayer(x).values
+        if place == "output":
+            update = norm(update)
+        elif place == "sandwich":
+            update = getattr(self, f"{name}_output_norm")(update)
+        update = self._scale_residual(name, update, None)
+        out = update if self.config.residual == "none" else residual + update
+        return norm.run(out) if place == "post" else Activations(out)
+
+    def _run_parallel(self, x: Activations, sublayers: dict[str, Callable[..., Activations]]) -> Activations:
+        """Apply attention and feed-forward to the same x, and add both outputs to x."""
+        normed, updates = x, []
+        for name, sublayer in sublayers.items():
+            norm = getattr(self, f"{name}_norm")
+            normed = normed if norm is None else norm.run(x.values)
+            updates.append(self._scale_residual(name, sublayer(normed).values, None))
+        return Activations(x.values + (updates[0] + updates[1]))
+
+
+class FastStack(Stack):
+    """A stack that runs passes of a few tokens in one C++ operator, if the operator supports the pass."""
+
+    fused_stack: FusedStack | None = None
+
+    def __init__(self, plain: Stack, choices: Choices) -> None:
+        take_over(self, plain)
+        self.next_norms = choose_next_norms(self) if choices.quantized else [{} for _ in self.layers]
+
+    def forward(
+        self,
+        x: Tensor,
+        token_positions: TokenPositions,
+        *,
+        memory: Tensor | None = None,
+        memory_positions: TokenPositions | None = None,
+        cache: Cache | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        assert tap is None, "fast modules have no taps"
+        if (
+            self.fused_stack is not None
+            and cache is not None
+            and self.fused_stack.supports_pass(x, token_positions, cache)
+            and (out := self.fused_stack(x, token_positions, memory_positions, cache)) is not None
+        ):
+            return out
+        inputs = self.block_inputs(x, token_positions, memory, memory_positions, cache)
+        hidden = Activations(x)
+        for (block, context, options), next_norms in zip(inputs, self.next_norms, strict=True):
+            hidden = cast(FastBlock, block).run(hidden, context, next_norms, **options)
+        return hidden.values if self.norm is None else self.norm(hidden.values)
+
+
+def choose_next_norms(stack: Stack) -> list[NextNorms]:
+    """Choose for each layer the norms that its last products begin: RMS norms that joined products alone read."""
+    chosen: list[NextNorms] = [{} for _ in stack.layers]
+    before: tuple[NextNorms, str] | None = None  # the place of the last product, if it can begin a norm
+    for next_norms, block in zip(chosen, stack.blocks, strict=True):
+        for name in block.config.sublayers:
+            is_plain = block.config.norm_place == "pre" and block.config.residual == "sequential" and name != "cross"
+            norm, sublayer = getattr(block, f"{name}_norm"), getattr(block, name)
+            first, last = getattr(sublayer, "fused", None), getattr(sublayer, "output", getattr(sublayer, "down", None))
+            if before is not None and is_plain and _is_plain_rms(norm) and _reads_begun_norm(sublayer, first, stack):
+                before[0][before[1]] = NextNorm(norm.weight, norm.config.eps)
+            can_begin = isinstance(last, FastQuantizedLinear) and can_join_norm(last.matrix)
+            before = (next_norms, name) if is_plain and can_begin else None
+    return chosen
+
+
+def _reads_begun_norm(sublayer: nn.Module, first: object, stack: Stack) -> bool:
+    """Return whether one quantized product, the first of a sublayer, alone reads the norm before the sublayer."""
+    is_product = isinstance(first, FusedQuantizedLinear) and has_kernel(first.matrix, stack.config.width)
+    return is_product and not (isinstance(sublayer, FeedForward) and sublayer.config.activation not in ACTIVATION_CODES)
+
+
+def _is_plain_rms(norm: Norm) -> bool:
+    """Return whether a norm is x / sqrt(mean of x² + eps) times a weight."""
+    return norm.config.kind == "rms" and not norm.config.unit_offset and norm.weight is not None
+
+
+class FastHead(Head):
+    plain_outputs = (nn.Linear, FastLinear)
+    padded: Tensor | None = None  # the output table with rows of zeros added (see `needs_padding`)
+
+    def __init__(self, plain: Head, choices: Choices) -> None:
+        take_over(self, plain)
+        self.kernel_rows = KERNEL_ROWS["dense"] if choices.native else range(0)
+        self.norm_before: FastNorm | None = None  # the last norm of the decoder, if a quantized output reads 8 bits
+
+    def prepare(self, model: Transformer, choices: Choices) -> None:
+        """Choose how to compute the logits, with the output table of a model and the last norm of its decoder."""
+        matrix = model.output_embedding if self.output is None else self.output
+        table = matrix.weight if isinstance(matrix, nn.Linear) else matrix
+        if choices.fuse and isinstance(table, Tensor) and needs_padding(table):
+            self.padded = padded_table(table)
+        has_layers = self.transform is not None or self.projection is not None or self.norm is not None
+        is_product = isinstance(matrix, FastQuantizedMatrix) and not has_layers and self.teacher is None
+        if is_product and self.scale == 1.0 and isinstance(model.decoder.norm, FastNorm):
+            self.norm_before, model.decoder.norm = model.decoder.norm, None
+
+    def forward(self, hidden: Tensor, *, table: Tensor | nn.Module | None = None, **options: Any) -> Tensor:
+        if self.norm_before is None:
+            return super().forward(hidden, table=table, **options)
+        matrix = cast(FastQuantizedMatrix, table if self.output is None else self.output)
+        bias, cap = self.bias if self.bias is not None else self.fixed_bias, self.config.softcap
+        logits = matrix.multiply(self.norm_before.run(hidden), bias).values
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.padded is not None and bias is None and not kernels.supports_linear(x, weight):
+            return F.linear(x, self.padded)[..., : weight.shape[0]]
+        return fast_linear(x, weight, bias, self.kernel_rows)
+
+
+QUANTIZED = (FastQuantizedLinear, FastQuantizedEmbedding)
+FAST_MODULES: dict[type[nn.Module], Callable[..., nn.Module]] = {
+    nn.Linear: FastLinear,
+    QuantizedLinear: FastQuantizedLinear,
+    QuantizedEmbedding: FastQuantizedEmbedding,
+    Norm: FastNorm,
+    Attention: FastAttention,
+    FeedForward: FastFeedForward,
+    Experts: FastExperts,
+    Block: FastBlock,
+    Stack: FastStack,
+    Head: FastHead,
+}
