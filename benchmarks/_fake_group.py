@@ -36,7 +36,6 @@ from monoblock.nn.attention import Attention
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.transformer import Transformer
-from monoblock.parallel.strategy import forbid_copies
 from monoblock.training.loss import CrossEntropyLoss
 from monoblock.training.optimizer import build_optimizers
 
@@ -96,7 +95,6 @@ def sharded_state_bytes(config: ModelConfig, plan: ParallelPlan) -> int:
 
 
 def shard_blocks(model: Transformer, mesh: DeviceMesh) -> None:
-    forbid_copies(model)
     for stack in (model.encoder, model.decoder):
         for block in stack.blocks if stack is not None else []:
             fully_shard(block, mesh=mesh, mp_policy=POLICY)

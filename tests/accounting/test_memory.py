@@ -30,7 +30,7 @@ from monoblock.config.model import (
 )
 from monoblock.config.presets import PRESETS, preset, tiny
 from monoblock.errors import ConfigError
-from monoblock.nn import attention_context, linear
+from monoblock.nn import attention_context
 from monoblock.nn.banded import tile_plan
 from monoblock.nn.feedforward import ACTIVATIONS
 from monoblock.nn.masks import mask_from_config
@@ -493,9 +493,8 @@ BANDED = {
 
 
 @pytest.mark.parametrize("config", BANDED.values(), ids=list(BANDED))
-def test_banded_attention_saves_neither_weights_nor_a_matrix(config, minimal_kernels, monkeypatch):
+def test_banded_attention_saves_neither_weights_nor_a_matrix(config, minimal_kernels):
     """What FlexAttention does not support; the mask of the tiles is kept beside what autograd saves."""
-    monkeypatch.setattr(linear, "FUSE_MIN_TOKENS", 1 << 40)
     costs = account(config).training_bytes(1, LONG, dtype="fp32")
     assert costs.attention_matrices == 0
     (attention,) = {block.attention for block in config.decoder.layers()}

@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from monoblock import vary
 from monoblock.config.presets import tiny
 from monoblock.kernels.cpu import autograd, library
-from monoblock.nn.linear import fused_linear
 from monoblock.nn.transformer import Transformer
 
 ODD = autograd.MIN_ELEMENTS + 3  # not divisible by the width of a vector
@@ -293,30 +292,3 @@ def test_torch_runs_without_a_compiler(monkeypatch, calls):
     q, k, v = heads(2, 6, 6, 257, 32, 32)
     assert not autograd.supports_causal_attention(q.requires_grad_(), k, v)
     assert calls["gelu"] == 0
-
-
-@pytest.mark.parametrize("layout", ["adjacent", "separate", "permuted"])
-def test_gradients_of_a_split_are_joined_in_order(kernels, layout):
-    sizes, x = [96, 32, 48], randn(7, 101, 176).requires_grad_()
-    expected = randn(7, 101, 176, seed=1)
-    grads = list(expected.split(sizes, dim=-1))
-    if layout == "separate":
-        grads = [grad.clone() for grad in grads]
-    if layout == "permuted":
-        grads[0], grads[1] = torch.cat((grads[1], grads[0]), dim=-1).split([32, 96], dim=-1)[::-1]
-    parts = autograd.split_columns(x, sizes)
-    assert all(torch.equal(part, split) for part, split in zip(parts, x.split(sizes, dim=-1), strict=True))
-    (actual,) = torch.autograd.grad(parts, x, grads)
-    assert torch.equal(actual, expected)
-    assert (actual.data_ptr() == expected.data_ptr()) == (layout == "adjacent")
-
-
-def test_gradients_of_a_fused_projection_are_not_copied(kernels, monkeypatch):
-    layers = [torch.nn.Linear(48, 48) for _ in range(3)]
-    q, k, v = (part.unflatten(-1, (3, 16)).transpose(1, 2) for part in fused_linear(randn(41, 37, 48), layers))
-    out = autograd.attend_causal(q, k, v, None)
-    copies = []
-    monkeypatch.setattr(torch, "cat", lambda *args, **options: copies.append(args))
-    out.sum().backward()
-    assert not copies
-    assert all(layer.weight.grad is not None for layer in layers)

@@ -221,9 +221,7 @@ def gradient_of(model, inputs):
     return loss, torch.cat([g.flatten() for g in gradients if g is not None])
 
 
-# Products of a block (vaswani: on average).  With few tokens, those of queries, keys and values, or up and gate, are
-# separate.
-BLOCK_PRODUCTS = {"gpt2": (4, 6), "llama-7b": (4, 7), "vaswani-base": (6, 8), "mixtral-8x7b": (2, 4)}
+BLOCK_PRODUCTS = {"gpt2": 6, "llama-7b": 7, "vaswani-base": 8, "mixtral-8x7b": 4}  # of a block; vaswani: on average
 
 
 @pytest.mark.parametrize("rows", [8, 2])
@@ -236,7 +234,7 @@ def test_blocks_use_them_and_gradients_are_close_to_those_in_fp32(name, rows, mo
     assert not calls
     with RUNTIME.autocast():
         loss, found = gradient_of(model, inputs)
-    assert len(calls) == BLOCK_PRODUCTS[name][rows < 8] * model.config.depth
+    assert len(calls) == BLOCK_PRODUCTS[name] * model.config.depth
     assert loss.item() == pytest.approx(exact_loss.item(), rel=2e-2)
     assert F.cosine_similarity(found, exact, dim=0) > 0.98
 

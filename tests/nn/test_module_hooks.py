@@ -11,7 +11,6 @@ import monoblock as mb
 from monoblock.baselines.lstm import Recurrent
 from monoblock.config.families import bert, gpt, t5
 from monoblock.config.model import RecurrentConfig
-from monoblock.nn.linear import FUSE_MIN_TOKENS
 from monoblock.nn.lora import LoraLinear
 from monoblock.nn.modules.hooks import is_customized, is_plain
 
@@ -20,7 +19,6 @@ QUERY = "decoder.0.attention.query"
 
 
 def long_model():
-    assert LONG > FUSE_MIN_TOKENS
     torch.manual_seed(0)
     return build_model(mb.llama(vocab=61, width=12, depth=2, heads=3, hidden=23, context=LONG), torch.float64)
 

@@ -274,7 +274,7 @@ def test_buckets_are_t5s(bidirectional, count, maximum):
 def test_a_bucket_bias_is_looked_up_for_each_pair():
     config, table = Buckets(count=8, max_distance=11), randn(8, 3)
     q, k = torch.tensor([[3, 9], [0, 7]]), torch.tensor([[0, 1, 2, 3, 4], [5, 5, 8, 1, 2]])
-    bias = bucket_bias(config, table, q, k, bidirectional=True)
+    bias = bucket_bias(config, table.__getitem__, q, k, bidirectional=True)
     assert bias.shape == (2, 3, 2, 5)
     for b, t, s in torch.cartesian_prod(*map(torch.arange, (2, 2, 5))).tolist():
         assert torch.equal(

@@ -87,7 +87,7 @@ def test_a_shared_table_of_buckets_belongs_to_the_stack(mask):
     positions, x = torch.arange(T)[None], X
     mask_rule = causal if mask == "causal" else everything
     bias = bucket_bias(
-        Buckets(count=8, max_distance=9), stack.position_bias.weight, positions, positions, bidirectional=mask == "full"
+        Buckets(count=8, max_distance=9), stack.position_bias, positions, positions, bidirectional=mask == "full"
     )
     for block in stack.blocks:
         x = block(x, AttentionContext(mask_rule.resolve(arange_positions(T), arange_positions(T)), bias=bias))

@@ -11,10 +11,8 @@ from monoblock.accounting.memory import activation_bytes
 from monoblock.accounting.parallel import narrow_block
 from monoblock.accounting.parameters import count_norms
 from monoblock.accounting.saved_activations import SavedActivations
-from monoblock.config.model import AttentionConfig, BlockConfig, Buckets, NormConfig, Rotary
+from monoblock.config.model import BlockConfig, Buckets, NormConfig
 from monoblock.config.parts import CheckpointMode
-
-FUSE_MIN_TOKENS = 512  # from this many tokens on, queries, keys and values are one matrix product, as in nn/linear.py
 
 
 class Precision(NamedTuple):
@@ -44,22 +42,11 @@ def saved_bytes(saved: SavedActivations) -> int:
     return sum(activation_bytes(saved, "bf16"))
 
 
-def _extra_attention_bytes(attention: AttentionConfig, width: int, queries: int, keys: int, batch: int) -> int:
-    """Return the bytes that attention saves in 16 bits beyond those of `attention_activations`.
-
-    Rotated queries and keys are copies, but the values keep the storage of the whole product in memory.
-    """
-    if not isinstance(attention.positions, Rotary) or batch * queries < FUSE_MIN_TOKENS:
-        return 0
-    return 2 * batch * (queries * attention.heads + keys * attention.num_kv_heads) * attention.key_size(width)
-
-
 def block_bytes(block: BlockConfig, shape: BatchShape, length: int, tensor: int, precision: Precision) -> int:
     """Return the bytes of the activations that a block saves on one rank of a tensor-parallel group."""
     narrow, rows, width = narrow_block(block, tensor), shape.batch * length, block.width
     saved = saved_bytes(block_activations(narrow, shape, length, fused=True))
     saved += precision.norm_extra(block.norm, count_norms(block) * rows * width)
-    saved += _extra_attention_bytes(narrow.attention, width, length, length, shape.batch)
     if block.is_parallel:
         saved += 2 * rows * width  # each branch converts the input
     if block.cross:

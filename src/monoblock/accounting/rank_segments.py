@@ -13,7 +13,6 @@ from monoblock.accounting.parallel import ParallelPlan, RankParameters, narrow_b
 from monoblock.accounting.parameters import count_parameters, head_linears, norm_parameters
 from monoblock.accounting.rank_activations import (
     AUTOCAST,
-    FUSE_MIN_TOKENS,
     SHARDED,
     Precision,
     block_bytes,
@@ -73,9 +72,8 @@ def _block_segment(
 ) -> Segment:
     rows, copied = shape.batch * length, precision is AUTOCAST
     parameters = rank_block_parameters(block, tensor)
-    joined = _joined_weights(block, rows, tensor) if copied else 0
     saved = block_bytes(block, shape, length, tensor, precision)
-    copies = 2 * (parameters.matrices if copied else joined)
+    copies = 2 * parameters.matrices if copied else 0
     block_input = precision.stream * rows * block.width
     down = block.feedforward.hidden // tensor * block.width
     segment = Segment(
@@ -93,22 +91,9 @@ def _block_segment(
             saved=kept,
             copies=0,
             recomputed=saved + copies - kept,
-            cached_copies=copies - 2 * joined if copied and mode is True else 0,
+            cached_copies=copies if copied and mode is True else 0,
         )
     return segment
-
-
-def _joined_weights(block: BlockConfig, rows: int, tensor: int) -> int:
-    """Count the weights that are joined into one matrix before they are converted, which autocast does not cache."""
-    if rows < FUSE_MIN_TOKENS:
-        return 0
-    narrow = narrow_block(block, tensor)
-    attention, width = narrow.attention, block.width
-    qkv = (attention.heads + attention.num_kv_heads) * attention.key_size(width)
-    joined = width * (qkv + attention.num_kv_heads * attention.value_size(width))
-    if block.feedforward.gated and block.feedforward.experts is None:
-        joined += 2 * width * narrow.feedforward.hidden
-    return joined
 
 
 def count_outside_blocks(config: ModelConfig, tensor: int) -> dict[str, int]:

@@ -56,6 +56,7 @@ from monoblock.nn.kv_cache.beam_cache import SAME_HYPOTHESIS
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.linear import Linear
 from monoblock.nn.norm import HALF_DTYPES, Norm
 from monoblock.nn.positions import apply_rotary
 from monoblock.nn.stack import Stack
@@ -470,7 +471,6 @@ def _is_plain_rms(norm: Norm) -> bool:
 
 
 class FastHead(Head):
-    plain_outputs = (nn.Linear, FastLinear)
     padded: Tensor | None = None  # the output table with rows of zeros added (see `needs_padding`)
 
     def __init__(self, plain: Head, choices: Choices) -> None:
@@ -497,6 +497,10 @@ class FastHead(Head):
         logits = matrix.multiply(self.norm_before.run(hidden), bias).values
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
+    def _own_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        output: Any = self.output
+        return self.linear(x, output.weight, bias) if isinstance(output, nn.Linear) else output.linear(x, bias)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.padded is not None and bias is None and not kernels.supports_linear(x, weight):
             return F.linear(x, self.padded)[..., : weight.shape[0]]
@@ -505,6 +509,7 @@ class FastHead(Head):
 
 QUANTIZED = (FastQuantizedLinear, FastQuantizedEmbedding)
 FAST_MODULES: dict[type[nn.Module], Callable[..., nn.Module]] = {
+    Linear: FastLinear,
     nn.Linear: FastLinear,
     QuantizedLinear: FastQuantizedLinear,
     QuantizedEmbedding: FastQuantizedEmbedding,

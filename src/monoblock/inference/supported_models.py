@@ -22,8 +22,9 @@ from monoblock.nn.embedding import Embedding, FrameEmbedding, PatchEmbedding
 from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import ACTIVATIONS, FeedForward
 from monoblock.nn.heads import Head
+from monoblock.nn.linear import Linear
 from monoblock.nn.lora import LoraLinear
-from monoblock.nn.modules.hooks import is_plain
+from monoblock.nn.modules.hooks import is_customized, is_patched
 from monoblock.nn.norm import Norm
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
@@ -33,7 +34,7 @@ MODULES = {
     *(Transformer, Stack, Block, Attention, FeedForward, Experts, Norm, Head),
     *(Embedding, PatchEmbedding, FrameEmbedding, LoraLinear),
     *(QuantizedMatrix, QuantizedLinear, QuantizedEmbedding),
-    *(nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d),
+    *(Linear, nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d),
 }
 TENSORS = (nn.Parameter, Tensor, type(None))
 
@@ -55,7 +56,7 @@ def _reason(module: nn.Module) -> str | None:
     kind = type(module)
     if kind not in MODULES:
         return f"is a {kind.__name__}"
-    if not is_plain(module, kind) or any(callable(getattr(kind, name, None)) for name in vars(module)):
+    if is_customized(module) or is_patched(kind) or any(callable(getattr(kind, name, None)) for name in vars(module)):
         return "has hooks or methods of its own"
     if any(type(tensor) not in TENSORS for tensor in (*module._parameters.values(), *module._buffers.values())):
         return "has weights that are split among processes, or of another class"

@@ -80,7 +80,7 @@ def _attention_table(model: Transformer, stack: str, layer: int, length: int) ->
         table = module.position_bias if config.shared else block.attention.position_bias
         assert table is not None
         weight = table.weight.float().cpu()
-        bias = bucket_bias(config, weight, query, keys, bidirectional=not is_causal)[0, :, 0]
+        bias = bucket_bias(config, weight.__getitem__, query, keys, bidirectional=not is_causal)[0, :, 0]
         title = f"learned bias by distance of the {stack}" + ("" if config.shared else f", layer {layer}")
     else:
         return None

@@ -7,7 +7,7 @@ of at most MAX_FAST_SUM terms, and multiplied by the scales.  So are the logits 
 each matrix.  The hidden states between blocks are stored in bfloat16.
 
 The gradients of weights stay in bfloat16, because both operands would have to be quantized again, along the other axis.
-So do layers whose sizes are not multiples of SIZE_MULTIPLE, experts, and layers with hooks or adapters.
+So do layers whose sizes are not multiples of SIZE_MULTIPLE, and experts.
 """
 
 from __future__ import annotations

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from monoblock.config.model import AttentionConfig, Buckets
 from monoblock.kernels.cpu.autograd import attend_causal, supports_causal_attention
-from monoblock.nn.attention_context import AttentionContext, autocast_dtype, compile_once
+from monoblock.nn.attention_context import AttentionContext, compile_once
 from monoblock.nn.banded.attend_banded import attend_banded
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
-from monoblock.nn.linear import apply_linear, fused_linear, should_fuse
-from monoblock.nn.modules.hooks import weight_if_plain
+from monoblock.nn.linear import Linear, autocast_dtype
 from monoblock.nn.norm import HALF_DTYPES, Norm
 from monoblock.nn.packed.attend_packed import attend_varlen, supports_head_sizes
 from monoblock.nn.positions import apply_rotary, bucket_bias
@@ -146,10 +145,10 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         H, G, K, value_size = config.heads, config.num_kv_heads, config.key_size(width), config.value_size(width)
-        self.query = nn.Linear(width, H * K, bias="q" in config.bias)
-        self.key = nn.Linear(width, G * K, bias="k" in config.bias)
-        self.value = nn.Linear(width, G * value_size, bias="v" in config.bias)
-        self.output = nn.Linear(H * value_size, width, bias="o" in config.bias)
+        self.query = Linear(width, H * K, bias="q" in config.bias)
+        self.key = Linear(width, G * K, bias="k" in config.bias)
+        self.value = Linear(width, G * value_size, bias="v" in config.bias)
+        self.output = Linear(H * value_size, width, bias="o" in config.bias)
         self.query_norm, self.key_norm = self._qk_norm(H, K), self._qk_norm(G, K)
         self.sinks = nn.Parameter(torch.zeros(H)) if config.sinks else None
         self.position_bias: nn.Embedding | None = None
@@ -179,7 +178,7 @@ class Attention(nn.Module):
         is_cached = isinstance(layer_cache, CrossAttentionCache) and layer_cache.keys is not None
         projected = self.project_qkv(x, x if memory is None else memory, is_cached)
         heads = self.attend_heads(*projected, context, layer_cache=layer_cache, cache_write=cache_write, tap=tap)
-        return apply_linear(self.output, heads)
+        return self.output(heads)
 
     def attend_heads(
         self,
@@ -218,13 +217,11 @@ class Attention(nn.Module):
 
     def project_qkv(self, x: Tensor, source: Tensor, is_cached: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Project x to queries, and `source` to keys and values, which are None if they are cached already."""
-        layers = (self.query, self.key, self.value)
-        if source is x and not is_cached and should_fuse(x, layers):
-            q, k, v = fused_linear(x, layers)
-            return q, k, v
         if is_cached:
-            return apply_linear(self.query, x), None, None
-        return apply_linear(self.query, x), apply_linear(self.key, source), apply_linear(self.value, source)
+            return self.query(x), None, None
+        if source is x:
+            x = source = x.to(autocast_dtype(x))  # once, else each product would keep a copy
+        return self.query(x), self.key(source), self.value(source)
 
     def _update_keys_values(
         self,
@@ -302,7 +299,7 @@ class Attention(nn.Module):
         mask = context.resolved_mask
         bias = bucket_bias(
             self.config.positions,
-            weight_if_plain(self.position_bias, nn.Embedding),
+            self.position_bias,
             mask.q.positions,
             mask.k.positions,
             bidirectional=self.config.mask == "full",

@@ -14,6 +14,7 @@ from monoblock.nn.banded.attend_banded import supports_banded
 from monoblock.nn.banded.block_mask import build_block_mask
 from monoblock.nn.banded.tile_plan import TilePlan, plan_tiles
 from monoblock.nn.kv_cache.cache_index import BeamSlots
+from monoblock.nn.linear import autocast_dtype
 from monoblock.nn.masks import ResolvedMask
 from monoblock.nn.packed.attend_packed import supports_varlen
 from monoblock.nn.packed.documents import DocumentRows, PackedDocuments
@@ -173,9 +174,3 @@ class AttentionContext:
             return bias, None
         allowed, blind = safe_mask
         return bias.masked_fill(~allowed, -math.inf), blind
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which attention to x is computed."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else x.dtype

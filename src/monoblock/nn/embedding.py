@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from monoblock.config.model import EmbeddingConfig, FramesConfig, Learned, PatchConfig, Sinusoid
 from monoblock.errors import InputError
 from monoblock.nn.inputs.check_inputs import can_read_values
-from monoblock.nn.modules.hooks import weight_if_plain
 from monoblock.nn.norm import Norm
 from monoblock.nn.positions import grid_sinusoid, sinusoid
 from monoblock.nn.tap import Tap, apply_tap
@@ -27,15 +26,6 @@ def tied_table(token: nn.Module) -> Tensor | nn.Module:
 def draw_kept_words(x: Tensor, rate: float) -> Tensor:
     """Return a factor (…, 1) for every embedding (…, D): 0 with probability `rate`, else 1 / (1 - rate)."""
     return F.dropout(torch.ones_like(x[..., :1]), rate)
-
-
-def _table_rows(embedding: nn.Module, count: int, device: torch.device) -> Tensor:
-    """Return the first `count` rows (count, D) of an embedding.
-
-    They are read from its weight, or looked up by calling it if it is not plain (see `is_plain`).
-    """
-    weight = weight_if_plain(embedding, nn.Embedding)
-    return weight[:count] if isinstance(weight, Tensor) else weight(torch.arange(count, device=device))
 
 
 class Embedding(nn.Module):
@@ -194,7 +184,8 @@ class PatchEmbedding(nn.Module):
         """
         device = next(self.patch.parameters()).device
         if self.position is not None:
-            return _table_rows(self.position, self.config.num_positions, device)
+            table: Tensor = self.position(torch.arange(self.config.num_positions, device=device))
+            return table
         side, positions, width = self.config.image // self.config.patch, self.config.positions, self.width
         assert isinstance(positions, Sinusoid)
         if positions.form == "grid":
@@ -240,7 +231,7 @@ class FrameEmbedding(nn.Module):
         x = F.gelu(self.second(F.gelu(self.first(features)))).mT.contiguous()  # else every projection would copy it
         x = apply_tap(tap, "frames", x)
         if self.position is not None:
-            x = x + _table_rows(self.position, x.shape[1], x.device)
+            x = x + self.position(torch.arange(x.shape[1], device=x.device))
         elif isinstance(self.config.positions, Sinusoid):
             positions = torch.arange(x.shape[1], device=x.device)
             x = x + sinusoid(positions, x.shape[-1], self.config.positions).to(x.dtype)

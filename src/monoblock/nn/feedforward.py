@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import FeedForwardConfig
 from monoblock.kernels.cpu.autograd import gelu_tanh
-from monoblock.nn.linear import apply_linear, fused_linear, should_fuse
+from monoblock.nn.linear import Linear, autocast_dtype
 from monoblock.nn.tap import Tap, apply_tap
 
 
@@ -58,22 +58,16 @@ class FeedForward(nn.Module):
     def __init__(self, width: int, config: FeedForwardConfig) -> None:
         super().__init__()
         self.config = config
-        self.up = nn.Linear(width, config.hidden, bias=config.bias)
-        self.gate = nn.Linear(width, config.hidden, bias=config.bias) if config.gated else None
-        self.down = nn.Linear(config.hidden, width, bias=config.bias)
+        self.up = Linear(width, config.hidden, bias=config.bias)
+        self.gate = Linear(width, config.hidden, bias=config.bias) if config.gated else None
+        self.down = Linear(config.hidden, width, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
         """Apply the network to every position of x (B, T, D); the output has the same shape."""
-        hidden = apply_activation(self.activation, *self._up_and_gate(x), self.config.clamp)  # (B, T, F)
+        x = x.to(autocast_dtype(x))  # once, else each product would keep a copy
+        gate = None if self.gate is None else self.gate(x)
+        hidden = apply_activation(self.activation, self.up(x), gate, self.config.clamp)  # (B, T, F)
         hidden = F.dropout(apply_tap(tap, "hidden", hidden), self.config.dropout, self.training)
-        return apply_linear(self.down, hidden)
-
-    def _up_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.gate is None:
-            return apply_linear(self.up, x), None
-        layers = (self.up, self.gate)
-        if should_fuse(x, layers):
-            up, gate = fused_linear(x, layers)
-            return up, gate
-        return apply_linear(self.up, x), apply_linear(self.gate, x)
+        out: Tensor = self.down(hidden)
+        return out

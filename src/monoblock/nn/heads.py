@@ -12,7 +12,6 @@ pooled           one vector for a sequence
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from monoblock.config.model import EmbeddingConfig, HeadConfig, ModelConfig
 from monoblock.config.parts import HEADS_WITH_CLASSES, SEQUENCE_HEADS, VOCABULARY_HEADS
 from monoblock.kernels.cpu.autograd import linear
 from monoblock.nn.feedforward import ACTIVATIONS
-from monoblock.nn.modules.hooks import is_customized, is_plain
+from monoblock.nn.linear import Linear
 from monoblock.nn.norm import Norm
 from monoblock.nn.tap import Tap, apply_tap
 
@@ -46,8 +45,6 @@ def pool(hidden: Tensor, valid: Tensor | None, pooling: str) -> Tensor:
 
 
 class Head(nn.Module):
-    plain_outputs: tuple[type[nn.Module], ...] = (nn.Linear,)  # types of `output` whose weight is passed to `linear`
-
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         config, width = model.head, model.width
@@ -62,7 +59,7 @@ class Head(nn.Module):
         needs_projection = self.transform is None and dim != width
         self.projection = nn.Linear(width, dim, bias=False) if needs_projection else None
         outputs = _output_size(config, model)
-        self.output = nn.Linear(dim, outputs, bias=False) if outputs and not self.is_tied else None
+        self.output = Linear(dim, outputs, bias=False) if outputs and not self.is_tied else None
         self.teacher = nn.Linear(dim, outputs, bias=config.bias == "learned") if config.teacher else None
         self.bias = nn.Parameter(torch.zeros(outputs)) if outputs and config.bias == "learned" else None
         if outputs and config.bias == "fixed":
@@ -121,8 +118,7 @@ class Head(nn.Module):
     def takes_output_linear(self, table: Tensor | nn.Module | None) -> bool:
         """Return whether the head only multiplies by a plain matrix at its end, so that a function can replace this."""
         is_product = self.config.kind in VOCABULARY_HEADS and self.config.softcap is None and self.teacher is None
-        has_matrix = isinstance(table, Tensor) if self.output is None else is_plain(self.output, nn.Linear)
-        return is_product and has_matrix and is_plain(self, Head)
+        return is_product and isinstance(table if self.output is None else self.output, (Tensor, Linear))
 
     def _output_operands(self, x: Tensor, table: Tensor | nn.Module | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return input, weight and bias of the last matrix product."""
@@ -150,14 +146,9 @@ class Head(nn.Module):
         return self.linear(x, table, bias) if isinstance(table, Tensor) else table.linear(x, bias)  # type: ignore[operator]
 
     def _own_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply x by the head's own output matrix; if `output` is not a plain module (see `is_plain`), call it."""
-        output: nn.Module | None = self.output
-        assert output is not None
-        if any(is_plain(output, kind) for kind in self.plain_outputs):
-            return self.linear(x, cast(Tensor, output.weight), bias)
-        if hasattr(output, "linear") and not is_customized(output):  # a quantized matrix, which adds the bias itself
-            return output.linear(x, bias)  # type: ignore[operator]
-        logits: Tensor = output(x)
+        """Multiply x by the head's own output matrix."""
+        assert self.output is not None
+        logits: Tensor = self.output(x)
         return logits if bias is None else logits + bias
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

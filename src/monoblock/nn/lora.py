@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from monoblock.errors import ConfigError, InputError, did_you_mean
 from monoblock.nn.check_model import check_model
+from monoblock.nn.linear import Linear
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -99,7 +100,7 @@ class LoraLinear(nn.Module):
         weight = self.base.weight
         assert isinstance(weight, Tensor)
         weight = weight.detach().clone() if self.original is not None else weight.detach() + self.delta
-        linear = nn.Linear(inputs, outputs, bias=self.bias is not None, device="meta")
+        linear = Linear(inputs, outputs, bias=self.bias is not None, device="meta")
         linear.weight = nn.Parameter(weight)
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().clone())

@@ -277,7 +277,7 @@ def relative_position_bucket(config: Buckets, relative_position: Tensor, *, bidi
 
 def bucket_bias(
     config: Buckets,
-    table: Tensor | Callable[[Tensor], Tensor],
+    embedding: Callable[[Tensor], Tensor],
     q_positions: Tensor,
     k_positions: Tensor,
     *,
@@ -285,9 +285,8 @@ def bucket_bias(
 ) -> Tensor:
     """Return the learned bias (B, H, T, S) for every query and key by their relative position.
 
-    `table` is a matrix (count, H), or a function that looks up buckets in such a matrix.
+    `embedding` looks buckets up in a table (count, H).
     """
     relative_position = k_positions[:, None, :] - q_positions[:, :, None]
     buckets = relative_position_bucket(config, relative_position, bidirectional=bidirectional)
-    bias = table[buckets] if isinstance(table, Tensor) else table(buckets)
-    return bias.permute(0, 3, 1, 2)
+    return embedding(buckets).permute(0, 3, 1, 2)

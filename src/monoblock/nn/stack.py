@@ -21,7 +21,6 @@ from monoblock.nn.block import Block
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.masks import Mask, everything, mask_from_config, same_document
-from monoblock.nn.modules.hooks import weight_if_plain
 from monoblock.nn.norm import Norm
 from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
 from monoblock.nn.tap import Tap, apply_tap, tap_argument
@@ -191,8 +190,8 @@ class Stack(nn.Module):
             context.bias = select_kept_heads(bias, config)
         elif isinstance(positions, Buckets) and positions.shared:
             assert self.position_bias is not None
-            table = weight_if_plain(self.position_bias, nn.Embedding)
-            bias = bucket_bias(positions, table, q.positions, k.positions, bidirectional=config.mask == "full")
+            is_full, embedding = config.mask == "full", self.position_bias
+            bias = bucket_bias(positions, embedding, q.positions, k.positions, bidirectional=is_full)
             context.bias = select_kept_heads(bias, config)
         # `attend` and the kernels for a token or for beams may not need what `prepare` computes for `attend_fused`.
         is_lazy = config.softcap is not None or config.sinks or config.kind == "linear"

@@ -257,7 +257,6 @@ class FullySharded(ShardedStrategy):
         }
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # of two small sums
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # it is not written to
-        forbid_copies(model)
         for block in _blocks_run_once(model):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
         fully_shard(model, **options)
@@ -270,13 +269,6 @@ class FullySharded(ShardedStrategy):
     def free_gathered_weights(self, model: nn.Module) -> None:
         assert isinstance(model, FSDPModule)
         model.reshard()
-
-
-def forbid_copies(model: nn.Module) -> None:
-    """Let no linear layer keep a copy of its gathered weights until the backward pass, as joined projections would."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.keeps_no_copy = True  # type: ignore[assignment]
 
 
 def _choose_dimension(weight: nn.Parameter, parts: int) -> Shard:

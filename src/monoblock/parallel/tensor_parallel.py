@@ -34,7 +34,7 @@ from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.collectives import enter, leave
 from monoblock.parallel.sequence_parallel import DividedPositions
-from monoblock.parallel.vocabulary import split_parameter, split_table, to_local
+from monoblock.parallel.vocabulary import replicate, split_parameter, split_table, to_local
 
 View = Callable[[Tensor], Tensor]  # what a process computes with, made from the weight that it stores
 
@@ -64,6 +64,8 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -
     head = model.head
     if head is not None and head.output is not None and head.config.kind in ("language_model", "masked_lm"):
         split_table(head.output, mesh)
+        whole = {"bias": lambda bias: replicate(bias, mesh) if head.training else bias}
+        use_views(head, whole | {"fixed_bias": whole["bias"]})
     return list(dict.fromkeys(splitter.notes))
 
 
@@ -251,7 +253,7 @@ class _SummedExperts(Experts):
 
 
 def use_views(module: nn.Module, views: Mapping[str, View]) -> None:
-    """Let a module compute with views of its parameters; its state_dict still has the parameters."""
+    """Let a module compute with views of its tensors; its state_dict still has the tensors."""
     kind: Any = type(module)
 
     class WithViews(kind):
@@ -265,12 +267,12 @@ def use_views(module: nn.Module, views: Mapping[str, View]) -> None:
 
 @contextmanager
 def _replaced(module: nn.Module, views: Mapping[str, View]) -> Iterator[None]:
-    stored = {name: module._parameters[name] for name in views if module._parameters.get(name) is not None}
-    parameters: dict[str, Any] = module._parameters
+    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    stored = [(table, name, table[name]) for table in tables for name in views if table.get(name) is not None]
     try:
-        for name, weight in stored.items():
-            assert weight is not None
-            parameters[name] = views[name](weight)
+        for table, name, tensor in stored:
+            table[name] = views[name](tensor)
         yield
     finally:
-        parameters.update(stored)
+        for table, name, tensor in stored:
+            table[name] = tensor

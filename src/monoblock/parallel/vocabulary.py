@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from monoblock.nn.norm import HALF_DTYPES
 from monoblock.parallel.collectives import enter, leave
@@ -24,6 +24,11 @@ def split_parameter(weight: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
 def to_local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process stores."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def replicate(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a tensor that every process has as a DTensor, to add it to one that is split."""
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
 
 class VocabularyPart(nn.Module):

@@ -21,6 +21,8 @@ from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.errors import InputError
 from monoblock.kernels.linear_cross_entropy import linear_cross_entropy, supports_linear_cross_entropy
 from monoblock.nn.experts import load_balancing_loss
+from monoblock.nn.heads import Head
+from monoblock.nn.modules.hooks import is_customized
 from monoblock.nn.norm import HALF_DTYPES
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 from monoblock.nn.transformer import Transformer
@@ -175,7 +177,10 @@ class CrossEntropyLoss:
         """Return whether the last matrix product of a model and the loss can be computed together."""
         if not isinstance(model, Transformer) or type(model).forward is not Transformer.forward or self.over_positions:
             return False
-        return model.head is not None and model.head.takes_output_linear(model.output_embedding)
+        head = model.head
+        if type(head) is not Head or is_customized(head) or (head.output is not None and is_customized(head.output)):
+            return False  # a hook reads the logits
+        return head.takes_output_linear(model.output_embedding)
 
     def _from_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
         """Return the loss of the logits x weight^T + bias, which are not stored where a kernel allows it."""

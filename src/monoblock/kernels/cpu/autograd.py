@@ -144,37 +144,6 @@ class _CausalAttentionFunction(torch.autograd.Function):
         return *torch.ops.monoblock.attend_causal_backward(grad, q, k, v, out, logs, ctx.scale), None
 
 
-def split_columns(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Split the last axis of x (B, T, *) into parts of the given sizes."""
-    if is_eager_training(x) and x.dim() == 3 and x.is_contiguous():
-        return _SplitColumnsFunction.apply(x, sizes)
-    return x.split(sizes, dim=-1)
-
-
-class _SplitColumnsFunction(torch.autograd.Function):
-    """Split the last axis, with a backward pass that copies nothing if the gradients are adjacent in memory.
-
-    The gradients that `attend_causal` computes are adjacent.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        return x.split(sizes, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        width = sum(grad.shape[-1] for grad in grads)
-        B, T, _ = grads[0].shape
-        strides = (T * width, width, 1)
-        offset, storage = grads[0].storage_offset(), grads[0].untyped_storage().data_ptr()
-        is_joined = not torch.is_grad_enabled() and offset == 0
-        for grad in grads:
-            is_adjacent = grad.storage_offset() == offset and grad.untyped_storage().data_ptr() == storage
-            is_joined = is_joined and is_adjacent and grad.stride() == strides
-            offset += grad.shape[-1]
-        return grads[0].as_strided((B, T, width), strides) if is_joined else torch.cat(grads, dim=-1), None
-
-
 def _reference_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor | None, ...]:
     """Compute the gradients of causal attention with torch operations, so that they can be differentiated again."""
     q, k, v = inputs = tuple(x.view_as(x) for x in (q, k, v))  # three inputs, even if one tensor is passed three times
