@@ -249,8 +249,7 @@ def test_a_step_is_the_formula():
     s, c = torch.tanh(memory.values[:, 0, D:] @ model.start.weight.T + model.start.bias), torch.zeros(B, D).double()
     assert_close(state.hidden[0], s, rtol=0, atol=1e-10)
 
-    score = model.attention.get_parameter("score.weight")[0]
-    weights = additive_attention(model.attention["query"](s), memory.keys, score, None)
+    weights = additive_attention(model.attention["query"](s), memory.keys, model.attention["score"], None)
     context, token_embedding = (weights.unsqueeze(-1) * memory.values).sum(1), model.target.weight[token]
     cell = model.decoder[0]
     gates = (

@@ -40,21 +40,20 @@ from monoblock.errors import ConfigError, InputError
 from monoblock.interop.folder import load_model, save_model
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
-from monoblock.nn.modules.hooks import weight_if_plain
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
 LSTMKind = Literal["language_model", "encoder_decoder"]
 StepOutput = tuple[Tensor, "LSTMState"]  # logits, and the state after them
 
 
-def additive_attention(query: Tensor, keys: Tensor, score: Tensor | nn.Module, valid: Tensor | None) -> Tensor:
+def additive_attention(query: Tensor, keys: Tensor, score: Callable[[Tensor], Tensor], valid: Tensor | None) -> Tensor:
     """Return the attention weights (B, S), the softmax of v · tanh(W_s s + W_h h) over the valid tokens.
 
-    `query` is W_s s (B, D) and `keys` are W_h h (B, S, D).  `score` is the vector v (D,), or a module that maps
-    (B, S, D) to (B, S, 1).
+    `query` is W_s s (B, D) and `keys` are W_h h (B, S, D).  `score` multiplies (B, S, D) by v, which gives
+    (B, S, 1).
     """
     hidden = torch.tanh(query.unsqueeze(1) + keys)
-    scores: Tensor = hidden @ score if isinstance(score, Tensor) else score(hidden).squeeze(-1)  # (B, S)
+    scores = score(hidden).squeeze(-1)  # (B, S)
     if valid is not None:  # every row has a valid token: `encode` refuses others
         scores = scores.masked_fill(~valid, float("-inf"))
     return scores.softmax(-1)
@@ -254,9 +253,9 @@ class Recurrent(nn.Module):
     def _attention_weights(self, query: Tensor, memory: EncoderMemory, tap: Tap | None) -> Tensor:
         if not self.config.attention:
             return query.new_ones(len(query), 1)  # the memory is one vector
-        query, score = self.attention["query"](query), weight_if_plain(self.attention["score"], nn.Linear)
-        score = score[0] if isinstance(score, Tensor) else score
-        return apply_tap(tap, "attention.weights", additive_attention(query, memory.keys, score, memory.valid))
+        query = self.attention["query"](query)
+        weights = additive_attention(query, memory.keys, self.attention["score"], memory.valid)
+        return apply_tap(tap, "attention.weights", weights)
 
     def _maxout(self, state: Tensor, context: Tensor, x: Tensor) -> Tensor:
         pairs: Tensor = self.readout(torch.cat([state, context, x], -1))  # (…, 2D)
@@ -264,8 +263,10 @@ class Recurrent(nn.Module):
 
     def _logits(self, x: Tensor, tap: Tap | None) -> Tensor:
         x = self.head_dropout(apply_tap(tap, "decoder.output", x))
-        table = self._output_embedding.weight if self.output is None else weight_if_plain(self.output, nn.Linear)
-        logits = F.linear(x, table, self.bias) if isinstance(table, Tensor) else table(x) + self.bias
+        if self.output is None:
+            logits = F.linear(x, self._output_embedding.weight, self.bias)
+        else:
+            logits = self.output(x) + self.bias
         return apply_tap(tap, "head.logits", logits)
 
     # -- generation and folders ---------------------------------------------------------------------------------------

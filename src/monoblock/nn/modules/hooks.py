@@ -1,24 +1,13 @@
-"""Tell whether a fast path may read a module's weights instead of calling the module.
-
-A call runs what users attach to a module: hooks, a replaced `forward`, parametrizations, adapters, a compiled version,
-or a method that they patched in its class.  A fast path that multiplies with `module.weight` would skip all of them, so
-it checks `is_plain` first and else calls the module.
-"""
+"""Tell whether calling a module runs more than the `forward` that its class defines: what a fast copy would skip."""
 
 from __future__ import annotations
 
 import sys
 from types import FunctionType
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as torch_module
-
-
-def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Return whether calling `module` runs `kind.forward` on its own parameters and nothing else."""
-    return type(module) is kind and not is_customized(module) and not is_patched(kind)
 
 
 def is_customized(module: nn.Module) -> bool:
@@ -38,11 +27,6 @@ def is_customized(module: nn.Module) -> bool:
         or "forward" in module.__dict__
         or module._compiled_call_impl is not None
     )
-
-
-def weight_if_plain(module: nn.Module, kind: type[nn.Module]) -> Tensor | nn.Module:
-    """Return the weight of a plain module, to compute with directly, or else the module itself, to be called."""
-    return cast(Tensor, module.weight) if is_plain(module, kind) else module
 
 
 # -- patched classes ------------------------------------------------------------------------------------------------
