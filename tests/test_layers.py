@@ -1,6 +1,7 @@
 """Which module may import which.  The table is the architecture; this file reads every import and compares."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,6 +190,13 @@ def test_only_the_command_line_prints_and_reads_argv(file):
         reads = isinstance(node, ast.Attribute) and node.attr == "argv"
         assert not prints, f"{file}:{node.lineno}: return or yield it; cli prints"
         assert not reads, f"{file}:{node.lineno}: take an argument; cli reads argv"
+
+
+@pytest.mark.parametrize("folder", ["nn", "inference", "training", "interop", "inspection", "doctor"])
+def test_nothing_but_their_own_folder_and_its_users_knows_the_baselines(folder):
+    names = re.compile("lstm|recurrent", re.IGNORECASE)
+    found = [str(file) for file in FILES if file.parts[0] == folder and names.search((PACKAGE / file).read_text())]
+    assert not found, f"{found}: what a baseline needs belongs to baselines/"
 
 
 def test_the_engine_does_not_ask_for_the_class_of_a_model():

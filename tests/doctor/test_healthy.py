@@ -76,9 +76,10 @@ def test_at_least_fifteen_families_are_examined_in_both_ways():
     assert len(classes) >= 15, sorted(classes)
 
 
-def test_an_lstm_has_no_findings():
+@pytest.mark.parametrize("kind", ["language_model", "encoder_decoder"])
+def test_an_lstm_has_no_findings(kind):
     torch.manual_seed(0)
-    report = diagnose_model(Recurrent(RecurrentConfig(kind="language_model", vocab=61, width=36, depth=2)))
+    report = diagnose_model(Recurrent(RecurrentConfig(kind=kind, vocab=61, width=36, depth=2)))
     assert not report.findings, names(report)
 
 

@@ -39,6 +39,7 @@ from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, InputError
 from monoblock.interop.folder import load_model, save_model
 from monoblock.kernels.cpu import onednn
+from monoblock.nn.inputs.check_inputs import select_tokens
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
@@ -125,10 +126,12 @@ class Recurrent(nn.Module):
         *,
         attention_mask: Tensor | None = None,
         state: LSTMState | None = None,
+        logits_at: Tensor | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
         """Return the logits (B, T, V) of model(ids, mask) or of model(source, target, source_mask, target_mask).
 
+        `logits_at` (B, n) selects the tokens to compute logits for.
         `tap(name, tensor)` is called with "input.output" and "target.output" (embeddings), "encoder.output" (B, S, 2D),
         "attention.weights" (B, T, S), which it cannot replace here, "decoder.output" (B, T, D) and "head.logits".
         """
@@ -136,13 +139,13 @@ class Recurrent(nn.Module):
             masks = [mask for mask in (target, attention_mask) if mask is not None]
             if len(masks) > 1 or source_mask is not None or target_mask is not None:
                 raise InputError("a language model takes one text and one mask; write model(ids, attention_mask=…)")
-            return self.forward_with_state(source, masks[0] if masks else None, state, tap=tap)[0]
+            return self.forward_with_state(source, masks[0] if masks else None, state, logits_at=logits_at, tap=tap)[0]
         if target is None or (attention_mask is not None and source_mask is not None):
             raise InputError("an encoder-decoder takes two texts; write model(source, target, source_mask=mask)")
         check_ids("target", target, self._output_embedding.num_embeddings, "BT")
         valid_lengths("target_mask", target_mask, target)  # only checked, since padding comes after all valid tokens
         memory = self.encode(source, attention_mask if source_mask is None else source_mask, tap=tap)
-        return self._decode(target, state or self.initial_state(memory), memory, tap)
+        return self._decode(target, state or self.initial_state(memory), memory, logits_at, tap)
 
     if TYPE_CHECKING:  # nn.Module types a call as Any
         __call__ = forward
@@ -153,6 +156,7 @@ class Recurrent(nn.Module):
         attention_mask: Tensor | None = None,
         state: LSTMState | None = None,
         *,
+        logits_at: Tensor | None = None,
         tap: Tap | None = None,
     ) -> StepOutput:
         """Return the logits (B, T, V) of a language model and the state after each row's last valid token."""
@@ -162,7 +166,7 @@ class Recurrent(nn.Module):
         lengths = valid_lengths("attention_mask", attention_mask, ids)
         x = self._embed("input", self.input, ids, tap)
         x, state = run_lstm(self.decoder, x, lengths, state)
-        return self._logits(x, tap), state
+        return self._logits(x, tap, logits_at), state
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None, *, tap: Tap | None = None) -> EncoderMemory:
         """Encode a source (B, S) in both directions."""
@@ -219,7 +223,9 @@ class Recurrent(nn.Module):
         x = drop_words(x, ids, rate, self.config.vocab, by_type=by_type) if self.training and rate else x
         return cast(Tensor, self.embedding_dropout(x))
 
-    def _decode(self, target: Tensor, state: LSTMState, memory: EncoderMemory, tap: Tap | None) -> Tensor:
+    def _decode(
+        self, target: Tensor, state: LSTMState, memory: EncoderMemory, logits_at: Tensor | None, tap: Tap | None
+    ) -> Tensor:
         """Run the recurrence over given tokens, then compute the logits of all steps at once."""
         self._check_batch(len(target), state, memory)
         x = self._embed("target", self._output_embedding, target, tap)  # (B, T, D)
@@ -236,7 +242,7 @@ class Recurrent(nn.Module):
             raise InputError(
                 "a tap cannot replace the attention weights in model(source, target); use model.step(…, tap=…) instead"
             )
-        return self._logits(self._maxout(states, contexts, x), tap)
+        return self._logits(self._maxout(states, contexts, x), tap, logits_at)
 
     def _decoder_step(
         self, x: Tensor, state: LSTMState, memory: EncoderMemory, tap: Tap | None
@@ -261,8 +267,9 @@ class Recurrent(nn.Module):
         pairs: Tensor = self.readout(torch.cat([state, context, x], -1))  # (…, 2D)
         return pairs.view(*x.shape, 2).amax(-1)  # (…, D)
 
-    def _logits(self, x: Tensor, tap: Tap | None) -> Tensor:
-        x = self.head_dropout(apply_tap(tap, "decoder.output", x))
+    def _logits(self, x: Tensor, tap: Tap | None, logits_at: Tensor | None = None) -> Tensor:
+        x = apply_tap(tap, "decoder.output", x)
+        x = self.head_dropout(x if logits_at is None else select_tokens(x, logits_at, None))
         if self.output is None:
             logits = F.linear(x, self._output_embedding.weight, self.bias)
         else:
@@ -283,15 +290,15 @@ class Recurrent(nn.Module):
         self, ids: TokenRows, *, return_scores: bool = False, **options: Unpack[ModelOptions]
     ) -> Tensor | GeneratedTokens:
         """Return the prompts with their continuations, or the targets of sources, as `Transformer.generate` does."""
-        from monoblock.baselines.generate import generate
+        from monoblock.baselines.generate import GenerateCall
 
-        return generate(self, ids, return_scores=return_scores, **options)
+        return GenerateCall(self, ids, {**options}).run(return_scores=return_scores)
 
     def stream(self, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
         """Yield the new tokens (B,) after each step; `options` are those of `generate`."""
-        from monoblock.baselines.generate import stream
+        from monoblock.baselines.generate import GenerateCall
 
-        return stream(self, ids, **options)
+        return GenerateCall(self, ids, {**options}).stream()
 
     @classmethod
     def from_pretrained(

@@ -293,7 +293,7 @@ class RecurrentConfig:
     @property
     def vocab_sizes(self) -> list[int]:
         """The sizes of the vocabularies that the model reads."""
-        return [self.vocab, self.target_vocab or self.vocab]
+        return [self.vocab] if self.target_vocab is None else [self.vocab, self.target_vocab]
 
     @property
     def context(self) -> None:

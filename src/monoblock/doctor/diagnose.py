@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from monoblock.baselines.lstm import Recurrent
 from monoblock.doctor.dependence import draw_dependence
 from monoblock.doctor.examination import Examination
 from monoblock.doctor.options import split_options
-from monoblock.doctor.own_subject import OwnRecurrent, OwnSubject
+from monoblock.doctor.own_subject import OwnSubject
 from monoblock.doctor.plain_subject import PlainOptions, PlainSubject
 from monoblock.doctor.report import CheckResult, Finding, NotChecked, Report
 from monoblock.doctor.requirements import REQUIREMENTS, SAID_BY_THE_MODEL
@@ -34,8 +33,6 @@ def make_subject(model: Any, options: PlainOptions) -> Subject:
         raise InputError(f"{model.__name__} is a class; give an instance: mb.diagnose({model.__name__}(…))")
     if isinstance(model, Transformer):
         return OwnSubject(model, pad_id=options.pad_id, length=options.length)
-    if isinstance(model, Recurrent):
-        return OwnRecurrent(model, pad_id=options.pad_id, length=options.length)
     if is_transformers_model(model):
         return TransformersSubject(model, pad_id=options.pad_id, length=options.length)
     if not callable(model):

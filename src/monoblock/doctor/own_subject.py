@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import EmbeddingConfig, Learned, ModelConfig, PatchConfig
 from monoblock.config.parts import SEQUENCE_HEADS
 from monoblock.doctor.subject import Declared, Subject, prime_length
@@ -106,29 +105,6 @@ class OwnSubject(Subject):
         logits = self._run(ids, new, _PlainAttention() if recorded else None, cache=cache)
         cache.advance(ids.shape[1] if new is None else new.sum(-1))
         return logits, cache
-
-
-class OwnRecurrent(Subject):
-    """An LSTM language model; the encoder-decoder is examined as one as well."""
-
-    def __init__(self, model: Recurrent, *, pad_id: int | None = None, length: int | None = None) -> None:
-        super().__init__()
-        self.module = self.model = model
-        self.name, self.pad_id = "LSTM", pad_id
-        self.kind = "causal" if model.config.kind == "language_model" else "encoder-decoder"
-        self.vocab = model.config.target_vocab or model.config.vocab
-        self.length = prime_length(length)
-        if self.kind == "encoder-decoder":
-            generator = torch.Generator().manual_seed(7)
-            source = torch.randint(1, model.config.vocab, (3, self.length - 2), generator=generator)
-            self.source, self.takes_source_mask = source.to(model.device), True
-
-    def logits(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-        if self.source is None:
-            return self.model(ids)
-        source = options.get("source")
-        source = self.source[:1].expand(ids.shape[0], -1) if source is None else source
-        return self.model(source, ids, source_mask=options.get("source_mask"))
 
 
 def _kind(config: ModelConfig) -> Any:

@@ -131,7 +131,8 @@ class PlainSubject(Subject):
         self.requires_positions = any(p.name in POSITION_NAMES for p in required)
         self.positions_argument = next((name for name in POSITION_NAMES if name in self.parameters), None)
         others = [p for p in required if p.name not in named_masks and p.name not in POSITION_NAMES]
-        self.reads_source = options.source is not None or len(others) == 2 or options.kind == "encoder-decoder"
+        kinds = (options.kind, getattr(getattr(self.module, "config", None), "family", None))
+        self.reads_source = options.source is not None or len(others) == 2 or "encoder-decoder" in kinds
 
     def _make_source(self, options: PlainOptions) -> None:
         if not self.reads_source:

@@ -47,14 +47,7 @@ def generate(
     The result has shape (B · num_return_sequences, T + N), where N is the largest number of new tokens; sequences with
     fewer tokens are padded at the end.  For an encoder-decoder, T is the length of decoder_input_ids, by default 1.
     """
-    call = GenerateCall(model, ids, {**options}, waits_for_end=True)
-    new: dict[tuple[int, int], list[int]] = {}
-    for outputs in call.steps():
-        for output in outputs:
-            new.setdefault((output.request_id, output.sequence_index), []).extend(output.tokens)
-    sequences = [(request, index) for request in call.request_ids for index in range(call.num_return_sequences)]
-    rows = [new.get(sequence, []) for sequence in sequences]
-    return GeneratedTokens(call.to_tensor(rows), call.score(rows)) if return_scores else call.to_tensor(rows)
+    return GenerateCall(model, ids, {**options}, waits_for_end=True).run(return_scores=return_scores)
 
 
 def stream(model: GenerativeModel, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
@@ -62,27 +55,7 @@ def stream(model: GenerativeModel, ids: TokenRows, **options: Unpack[ModelOption
 
     A sequence that has ended yields the padding token.  The arguments are those of `generate`.
     """
-    call = GenerateCall(model, ids, {**options})
-    if call.settings.num_beams > 1:
-        raise InputError(
-            "beam search knows its text only at the end, so it cannot be streamed; write num_beams=1, or call generate"
-        )
-    return _stream_tokens(call)
-
-
-def _stream_tokens(call: GenerateCall) -> Iterator[Tensor]:
-    pending: dict[tuple[int, int], list[int]] = {
-        (request, index): [] for request in call.request_ids for index in range(call.num_return_sequences)
-    }
-    finished: set[tuple[int, int]] = set()
-    for outputs in call.steps():
-        for output in outputs:
-            pending[output.request_id, output.sequence_index] += output.tokens
-            if output.finish_reason:
-                finished.add((output.request_id, output.sequence_index))
-        while any(pending.values()) and all(tokens or row in finished for row, tokens in pending.items()):
-            next_tokens = [tokens.pop(0) if tokens else call.pad_token for tokens in pending.values()]
-            yield torch.tensor(next_tokens, device=call.model.device)
+    return GenerateCall(model, ids, {**options}).stream()
 
 
 class GenerateCall:
@@ -130,24 +103,52 @@ class GenerateCall:
         longest = max(len(prompt) for prompt, _ in self.prompts)
         if isinstance(proposer, DraftModel) and not proposer.fits_prompt(longest):
             proposer = None  # a draft changes only the speed, so decode without it
-        capacity = _required_capacity(plain, longest, self.settings)
-        self.engine = Engine(
-            model,
-            max_rows=max(default_max_rows(plain, capacity), self.settings.rows_per_prompt),
-            capacity=capacity,
-            use_cache=use_cache,
-            proposer=proposer,
-            max_burst=LONG_BURST if waits_for_end and not self.settings.eos_token_id else MAX_BURST,
-            tap=tap,
+        max_burst = LONG_BURST if waits_for_end and not self.settings.eos_token_id else MAX_BURST
+        self.engine = self.make_engine(
+            model, longest=longest, use_cache=use_cache, proposer=proposer, max_burst=max_burst
         )
         if isinstance(model, Transformer) and use_cache and tap is None:
             _point_out_optimize(model, len(inputs) * self.settings.rows_per_prompt * self.settings.max_new_tokens)
-        is_sampled = self.settings.temperature > 0
+        is_sampled, self.num_return_sequences = self.settings.temperature > 0, self.settings.num_return_sequences
         self.request_ids = [
             self.engine.add(prompt, replace(self.settings, seed=seed) if is_sampled else self.settings, source)
             for (prompt, source), seed in zip(self.prompts, seeds, strict=True)
         ]
-        self.num_return_sequences = self.settings.num_return_sequences
+        self.sequences = [(id, index) for id in self.request_ids for index in range(self.num_return_sequences)]
+
+    def make_engine(self, model: Any, *, longest: int, **options: Any) -> Any:
+        """Make the engine, or what decodes a model in its own way, for prompts of at most `longest` tokens."""
+        capacity = _required_capacity(self.model, longest, self.settings)
+        max_rows = max(default_max_rows(self.model, capacity), self.settings.rows_per_prompt)
+        return Engine(model, max_rows=max_rows, capacity=capacity, tap=self.tap, **options)
+
+    def run(self, *, return_scores: bool) -> Tensor | GeneratedTokens:
+        new: dict[tuple[int, int], list[int]] = {sequence: [] for sequence in self.sequences}
+        for outputs in self.steps():
+            for output in outputs:
+                new[output.request_id, output.sequence_index] += output.tokens
+        rows = list(new.values())
+        return GeneratedTokens(self.to_tensor(rows), self.score(rows)) if return_scores else self.to_tensor(rows)
+
+    def stream(self) -> Iterator[Tensor]:
+        if self.settings.num_beams > 1:
+            raise InputError(
+                "beam search knows its text only at the end, so it cannot be streamed; write num_beams=1, or call "
+                "generate"
+            )
+        return self._stream()
+
+    def _stream(self) -> Iterator[Tensor]:
+        pending: dict[tuple[int, int], list[int]] = {sequence: [] for sequence in self.sequences}
+        finished: set[tuple[int, int]] = set()
+        for outputs in self.steps():
+            for output in outputs:
+                pending[output.request_id, output.sequence_index] += output.tokens
+                if output.finish_reason:
+                    finished.add((output.request_id, output.sequence_index))
+            while any(pending.values()) and all(tokens or row in finished for row, tokens in pending.items()):
+                next_tokens = [tokens.pop(0) if tokens else self.pad_token for tokens in pending.values()]
+                yield torch.tensor(next_tokens, device=self.model.device)
 
     def steps(self) -> Iterator[list[RequestOutput]]:
         while self.engine.busy:

@@ -78,7 +78,7 @@ def _cause(exam: Examination, results: dict[str, float]) -> tuple[str, str]:
     if not results["token_by_token"]:
         return (
             "single tokens are right, but several new tokens at once are not: the mask of a chunk is wrong, or a "
-            "recurrent layer begins a chunk without its state",
+            "recurrence begins a chunk without its state",
             "let token i of a chunk after n cached tokens see the keys j <= n + i; begin with the stored state",
         )
     cause = _compare_first_layer(exam)

@@ -69,7 +69,7 @@ def _is_blind(record: AttentionRecord) -> bool:
 def _check_swap(exam: Examination) -> Finding | None:
     """Swap two tokens, near the end and far from it: without positions, the output of the last stays the same."""
     swapped = []
-    for first, second in ((-2, -3), (1, 4)):  # a recurrent model may forget the second pair
+    for first, second in ((-2, -3), (1, 4)):  # a recurrence may forget the second pair
         ids = exam.ids.clone()
         ids[:, [first, second]] = ids[:, [second, first]]
         swapped.append(_change(exam, ids))
