@@ -200,16 +200,18 @@ class GpuLoss(torch.autograd.Function):
         return fused_loss._scale_gradients(ctx, *grads)
 
 
-def _gpu_loss(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, **_: Any) -> Tensor:
+def _gpu_loss(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, rows: int, columns: int, **_: Any
+) -> Tensor:
     with torch.autocast("cpu", enabled=False):
-        trains_weight = weight.requires_grad
-        loss: Tensor = GpuLoss.apply(x.to(torch.bfloat16), weight, bias, labels, -100, 0.0, trains_weight, False)[0]
+        sizes = (weight.requires_grad, False, rows, columns)
+        loss: Tensor = GpuLoss.apply(x.to(torch.bfloat16), weight, bias, labels, -100, 0.0, *sizes)[0]
         return loss
 
 
 def _fuses_loss(x: Tensor, weight: Tensor) -> bool:
     """Return what `supports_linear_cross_entropy` returns on a GPU under autocast."""
-    return not isinstance(weight, DTensor) and weight.shape[0] >= fused_loss.MIN_CLASSES
+    return not isinstance(weight, DTensor)
 
 
 def _write_nothing(*_: Any, **__: Any) -> None:

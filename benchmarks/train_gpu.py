@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,8 @@ from _report import source, write_section
 from torch import Tensor, nn
 
 import monoblock as mb
-from monoblock.kernels.fp8_linear import fp8_linear, fp8_products
+from monoblock.kernels.fp8_linear import fp8_linear
+from monoblock.nn.stack import Stack
 from monoblock.training.loss import CrossEntropyLoss
 
 RESULTS = Path(__file__).with_name("results") / "train-h200.md"
@@ -48,8 +48,8 @@ def llama_config(smoke: bool) -> mb.ModelConfig:
     return mb.vary(mb.preset("llama-7b"), **shape)
 
 
-def our_loss(model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Callable[[], Tensor]:
-    loss, count = CrossEntropyLoss(), labels.numel()
+def our_loss(model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, *, fp8: bool = False) -> Callable[[], Tensor]:
+    loss, count = CrossEntropyLoss(fp8=fp8), labels.numel()
     return lambda: loss(model, inputs, labels) / count
 
 
@@ -57,14 +57,27 @@ def build_gpt2(batch: int, smoke: bool) -> tuple[nn.Module, Callable[[], Tensor]
     return build_decoder(mb.tiny("gpt2") if smoke else mb.preset("gpt2"), batch, smoke)
 
 
+def build_gpt2_fp8(batch: int, smoke: bool) -> tuple[nn.Module, Callable[[], Tensor], int]:
+    return build_decoder(mb.tiny("gpt2") if smoke else mb.preset("gpt2"), batch, smoke, fp8=True)
+
+
+def use_fp8(model: nn.Module) -> None:
+    for stack in [part for part in model.modules() if isinstance(part, Stack)]:
+        stack.use_fp8_products()
+
+
 def build_llama(batch: int, smoke: bool) -> tuple[nn.Module, Callable[[], Tensor], int]:
     return build_decoder(llama_config(smoke), batch, smoke)
 
 
-def build_decoder(config: mb.ModelConfig, batch: int, smoke: bool) -> tuple[nn.Module, Callable[[], Tensor], int]:
+def build_decoder(
+    config: mb.ModelConfig, batch: int, smoke: bool, *, fp8: bool = False
+) -> tuple[nn.Module, Callable[[], Tensor], int]:
     model = mb.Transformer(config).to(DEVICE)
+    if fp8:
+        use_fp8(model)
     ids, labels = random_ids(config.input.vocab, batch, 16 if smoke else 1024)
-    return model, our_loss(model, {"source": ids}, labels), labels.numel()
+    return model, our_loss(model, {"source": ids}, labels, fp8=fp8), labels.numel()
 
 
 def random_ids(vocab: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
@@ -140,8 +153,8 @@ ROWS = [  # work, batch, who, how to build model and loss
     ("Transformer base, 128 + 128", 256, "nn.Transformer", build_torch),
 ]
 FP8_ROWS = [
-    ("GPT-2 124M", 32, "monoblock, fp8", build_gpt2),
-    ("GPT-2 124M", 64, "monoblock, fp8", build_gpt2),
+    ("GPT-2 124M", 32, "monoblock, fp8", build_gpt2_fp8),
+    ("GPT-2 124M", 64, "monoblock, fp8", build_gpt2_fp8),
     ("GPT-2 124M", 32, "monoblock", build_gpt2),
     ("GPT-2 124M", 32, "transformers", build_transformers("gpt2")),
 ]
@@ -153,14 +166,13 @@ def make_step(
     *,
     compiled: bool = True,
     mode: str | None = None,
-    fp8: bool = False,
 ) -> Callable[[], Tensor]:
     fused = DEVICE == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
     compute = torch.compile(loss, mode=mode) if compiled else loss
 
     def step() -> Tensor:
-        with torch.autocast(DEVICE, torch.bfloat16), fp8_products() if fp8 else nullcontext():
+        with torch.autocast(DEVICE, torch.bfloat16):
             value = compute()
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -198,7 +210,7 @@ def measure_row(work: str, batch: int, who: str, build: Callable[..., Any], smok
         torch.cuda.reset_peak_memory_stats()
     model, loss, tokens = build(2 if smoke else batch, smoke)
     mode = "reduce-overhead" if work in WITH_GRAPHS else None
-    step = make_step(model, loss, compiled=not smoke, mode=mode, fp8="fp8" in who)
+    step = make_step(model, loss, compiled=not smoke, mode=mode)
     seconds = time_steps(step, *((1, 1) if smoke else ()))
     memory = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else math.nan
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -338,7 +350,9 @@ def train_bytes(
     model = mb.Transformer(mb.vary(mb.tiny("gpt2"), vocab=2048) if smoke else mb.preset("gpt2")).to(DEVICE)
     ids = torch.empty(batch, length, dtype=torch.long, device=DEVICE)
     labels = torch.empty_like(ids)
-    loss = CrossEntropyLoss()
+    loss = CrossEntropyLoss(fp8=fp8)
+    if fp8:
+        use_fp8(model)
 
     def fast_loss() -> Tensor:
         return loss(model, {"source": ids}, labels) / labels.numel()
@@ -346,7 +360,7 @@ def train_bytes(
     def plain_loss() -> Tensor:
         return loss.from_logits(model(ids), labels) / labels.numel()
 
-    step = make_step(model, fast_loss if fast else plain_loss, compiled=fast and not smoke, fp8=fp8)
+    step = make_step(model, fast_loss if fast else plain_loss, compiled=fast and not smoke)
     generator = torch.Generator().manual_seed(7)
     values = []
     for _ in range(steps):

@@ -5,13 +5,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import monoblock as mb
 from monoblock.errors import ConfigError
 from monoblock.kernels import fp8_linear as fp8
-from monoblock.nn.linear import linear
+from monoblock.nn.linear import Linear
 from monoblock.training.loss import CrossEntropyLoss
 from monoblock.training.runtime import RuntimeConfig, choose_runtime
 
@@ -169,36 +170,19 @@ def test_products_in_8_bits_are_for_training_under_autocast_to_bfloat16():
     x, weight, _ = make_layer()
     odd, frozen = torch.randn(50, 32).requires_grad_(), weight.detach()
     with torch.autocast("cpu", BF16):
+        assert fp8.supports_fp8(x, weight)
+        assert not fp8.supports_fp8(x, odd)  # 50 outputs
+        assert not fp8.supports_fp8(x.detach(), frozen)
+        assert not fp8.supports_fp8(x, weight.as_subclass(Subclass))
+        with torch.no_grad():
+            assert not fp8.supports_fp8(x, weight)
+    with torch.autocast("cpu", torch.float16):
         assert not fp8.supports_fp8(x, weight)
-        with fp8.fp8_products():
-            assert fp8.supports_fp8(x, weight)
-            assert fp8.hidden_dtype(x) == BF16
-            assert not fp8.supports_fp8(x, odd)  # 50 outputs
-            assert not fp8.supports_fp8(x.detach(), frozen)
-            assert not fp8.supports_fp8(x, weight.as_subclass(Subclass))
-            with torch.no_grad():
-                assert not fp8.supports_fp8(x, weight)
-                assert fp8.hidden_dtype(x) == torch.float32
-            with fp8.fp8_products(False):
-                assert not fp8.supports_fp8(x, weight)
-            assert fp8.supports_fp8(x, weight)
-        assert not fp8.supports_fp8(x, weight)
-    with fp8.fp8_products(), torch.autocast("cpu", torch.float16):
-        assert not fp8.supports_fp8(x, weight)
-        assert fp8.hidden_dtype(x) == torch.float32
-    with fp8.fp8_products():
-        assert not fp8.supports_fp8(x, weight)
-        assert fp8.hidden_dtype(x) == torch.float32
+    assert not fp8.supports_fp8(x, weight)
 
 
 class Subclass(torch.Tensor):
     """Stands for a weight that is split among processes."""
-
-
-def test_an_error_ends_the_products_in_8_bits():
-    with pytest.raises(ValueError, match="inside"), fp8.fp8_products():
-        raise ValueError("inside")
-    assert not fp8.fp8_is_enabled()
 
 
 RUNTIME = RuntimeConfig(torch.device("cpu"), BF16, compiled=False, deterministic=True, decisions=(), fp8=True)
@@ -208,6 +192,11 @@ def build(name, **changes):
     torch.manual_seed(0)
     model = mb.Transformer(mb.vary(mb.tiny(name), width=144, hidden=192, context=64, dropout=0.0, **changes))
     return model.train()
+
+
+def use_fp8(model):
+    for stack in (model.encoder, model.decoder):
+        assert stack is None or stack.use_fp8_products()
 
 
 def inputs_of(model, rows):
@@ -231,7 +220,11 @@ def test_blocks_use_them_and_gradients_are_close_to_those_in_fp32(name, rows, mo
     inputs, calls, original = inputs_of(model, rows), [], fp8.fp8_linear
     monkeypatch.setattr("monoblock.nn.linear.fp8_linear", lambda *args: calls.append(1) or original(*args))
     exact_loss, exact = gradient_of(model, inputs)
-    assert not calls
+    names = list(model.state_dict())
+    use_fp8(model)
+    assert list(model.state_dict()) == names
+    gradient_of(model, inputs)
+    assert not calls, "without autocast"
     with RUNTIME.autocast():
         loss, found = gradient_of(model, inputs)
     assert len(calls) == BLOCK_PRODUCTS[name] * model.config.depth
@@ -242,6 +235,7 @@ def test_blocks_use_them_and_gradients_are_close_to_those_in_fp32(name, rows, mo
 @pytest.mark.parametrize("norm_place", ["pre", "post", "sandwich"])
 def test_hidden_states_between_blocks_are_in_16_bits(norm_place):
     model, seen = build("llama-7b", norm_place=norm_place), []
+    use_fp8(model)
     for block in model.decoder.blocks:
         block.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     with RUNTIME.autocast():
@@ -254,6 +248,7 @@ def test_hidden_states_between_blocks_are_in_16_bits(norm_place):
 def test_recomputed_activations_give_the_same_gradients(name):
     """The backward pass, which recomputes them, is outside of the `with` block."""
     model = build(name)
+    use_fp8(model)
     inputs = inputs_of(model, 2)
     gradients = []
     for recompute in (False, True):
@@ -269,15 +264,25 @@ def test_recomputed_activations_give_the_same_gradients(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
-def test_a_compiled_model_follows_the_with_block():
-    """torch.compile must not keep the choice of the first call."""
+def test_a_compiled_layer_multiplies_in_8_bits_under_autocast_only():
     x, weight, bias = make_layer()
+    layer = Linear(32, 48)
+    layer.weight, layer.bias = nn.Parameter(weight.detach()), nn.Parameter(bias.detach())
+    compute = torch.compile(layer, backend="eager", fullgraph=True)
     with torch.autocast("cpu", BF16):
-        compute = torch.compile(linear, backend="eager", fullgraph=True)
-        plain = compute(x, weight, bias)
-        with fp8.fp8_products():
-            assert not torch.equal(compute(x, weight, bias), plain)
-        assert torch.equal(compute(x, weight, bias), plain)
+        exact = compute(x)
+        layer.uses_fp8 = True
+        assert torch.equal(compute(x), fp8.fp8_linear(x, weight, bias))
+        assert not torch.equal(compute(x), exact)
+    assert torch.equal(compute(x), layer(x))
+
+
+def test_a_model_trained_in_8_bits_is_optimized():
+    model = build("llama-7b").eval()
+    ids = torch.arange(10).view(2, 5)
+    tokens = model.generate(ids, max_new_tokens=5)
+    use_fp8(model)
+    assert torch.equal(mb.optimize(model).generate(ids, max_new_tokens=5), tokens)
 
 
 def test_a_device_without_8_bit_products_is_an_error():
@@ -290,9 +295,6 @@ def test_the_runtime_of_fp8_is_bfloat16_with_products_in_8_bits(monkeypatch):
     runtime = choose_runtime("cpu", precision="fp8")
     assert (runtime.autocast_dtype, runtime.fp8) == (BF16, True)
     assert not choose_runtime("cpu", precision="bf16").fp8
-    with runtime.autocast():
-        assert fp8.fp8_is_enabled()
-    assert not fp8.fp8_is_enabled()
 
 
 @pytest.mark.parametrize(("width", "is_error"), [(32, False), (36, True)])

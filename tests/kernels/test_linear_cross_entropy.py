@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import monoblock as mb
 from monoblock.accounting import fused_loss
 from monoblock.kernels import linear_cross_entropy as fused
-from monoblock.kernels.fp8_linear import fp8_products, quantize_matrix
+from monoblock.kernels.fp8_linear import quantize_matrix
 from monoblock.kernels.gpu import is_available
 from monoblock.training.loss import CrossEntropyLoss
 
@@ -33,6 +33,13 @@ def add_product(total, gradient, x, *, is_first):
     total.copy_(product if is_first else total + product)
 
 
+def loss_of(x, weight, bias, labels, **options):
+    """The loss, computed in the parts of `rows_at_a_time`."""
+    columns = fused_loss.pad_classes(len(weight))
+    sizes = {"rows": fused_loss.rows_at_a_time(len(x), columns), "columns": columns}
+    return fused.linear_cross_entropy(x, weight, bias, labels, ignore_index=IGNORE, **sizes, **options)
+
+
 @pytest.fixture
 def on_cpu(monkeypatch):
     monkeypatch.setattr(fused, "_replace_by_gradient", replace_by_gradient)
@@ -49,7 +56,7 @@ def test_loss_and_gradients_are_those_of_the_two_layers(on_cpu, monkeypatch, max
     bias = torch.randn(V).requires_grad_() if has_bias else None
     labels = torch.randint(0, V, (N,))
     labels[::5] = IGNORE
-    loss = fused.linear_cross_entropy(x, weight, bias, labels, ignore_index=IGNORE, label_smoothing=smoothing)
+    loss = loss_of(x, weight, bias, labels, label_smoothing=smoothing)
     (0.5 * loss).backward()
     leaves = [t for t in (x, weight, bias) if t is not None]
     exact = [t.detach().bfloat16().double().requires_grad_() for t in leaves]
@@ -70,8 +77,8 @@ def test_in_8_bits_the_logits_are_those_of_rounded_operands(on_cpu, monkeypatch,
     x, weight = torch.randn(300, 32).bfloat16().requires_grad_(), (0.2 * torch.randn(1030, 32)).requires_grad_()
     labels = torch.randint(0, 1030, (300,))
     labels[::5] = IGNORE
-    with torch.autocast("cpu", torch.bfloat16), fp8_products():
-        loss = fused.linear_cross_entropy(x, weight, None, labels, ignore_index=IGNORE)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(x, weight, None, labels, fp8=True)
     found = torch.autograd.grad(loss, (x, weight))
     rounded = [q.values.double() * q.scales for q in map(quantize_matrix, (x.detach(), weight.detach().bfloat16()))]
     logits = (rounded[0] @ rounded[1].T).requires_grad_()
@@ -89,14 +96,12 @@ def test_a_width_that_is_no_multiple_of_16_is_multiplied_in_bfloat16(on_cpu):
     torch.manual_seed(0)
     x, weight, labels = torch.randn(40, 24).requires_grad_(), torch.randn(1030, 24), torch.randint(0, 1030, (40,))
     with torch.autocast("cpu", torch.bfloat16):
-        plain = fused.linear_cross_entropy(x, weight, None, labels, ignore_index=IGNORE)
-        with fp8_products():
-            assert fused.linear_cross_entropy(x, weight, None, labels, ignore_index=IGNORE) == plain
+        assert loss_of(x, weight, None, labels, fp8=True) == loss_of(x, weight, None, labels)
 
 
 def test_a_frozen_weight_has_no_gradient(on_cpu):
     x, weight = torch.randn(6, 8).bfloat16().requires_grad_(), torch.randn(1100, 8)
-    fused.linear_cross_entropy(x, weight, None, torch.arange(6), ignore_index=IGNORE).backward()
+    loss_of(x, weight, None, torch.arange(6)).backward()
     assert x.grad is not None
     assert weight.grad is None
 

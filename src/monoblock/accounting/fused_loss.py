@@ -1,14 +1,13 @@
 """The memory of the loss, and the sizes of the operator that computes it with the last matrix product.
 
-That operator (kernels/linear_cross_entropy.py, which reads the sizes here) computes the logits of a part of the tokens
-at a time, and in the forward pass already the gradients of its input, weight and bias. These exist until the backward
-pass, which multiplies them, so that there are two of each for a moment. It is used on a GPU if every rank has the whole
-weight and computes the whole model: on one GPU, with ddp, and with fsdp, which gathers the weight in 16 bits.
+That operator (kernels/linear_cross_entropy.py) computes the logits of a part of the tokens at a time, and in the
+forward pass already the gradients of its input, weight and bias. These exist until the backward pass, which multiplies
+them, so that there are two of each for a moment. It is used on a GPU if every rank has the whole weight and computes
+the whole model: on one GPU, with ddp, and with fsdp, which gathers the weight in 16 bits.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from monoblock.accounting.flops import BatchShape
@@ -30,8 +29,8 @@ def pad_classes(classes: int) -> int:
 
 def rows_at_a_time(rows: int, columns: int) -> int:
     """Return the number of rows of which the logits are computed at a time, a multiple of 128 if not all."""
-    parts = math.ceil(rows * columns / MAX_LOGITS)
-    return math.ceil(rows / parts / 128) * 128 if parts > 1 else rows
+    parts = -(-rows * columns // MAX_LOGITS)
+    return -(-rows // (128 * parts)) * 128 if parts > 1 else rows
 
 
 def fuses_loss(config: ModelConfig, plan: ParallelPlan) -> bool:

@@ -1,10 +1,9 @@
 """Linear layers with matrix products in 8-bit floating point (Micikevicius et al. 2022), for training on a GPU.
 
-Inside `with fp8_products():` and under autocast to bfloat16, the outputs of the linear layers of blocks and the
-gradients of their inputs are computed from operands in e4m3, with a scale for each row, such that the largest number of
-the row is the largest one of the format.  Products are summed by the tensor cores, with fewer digits than fp32 in sums
-of at most MAX_FAST_SUM terms, and multiplied by the scales.  So are the logits of a language model, with one scale for
-each matrix.  The hidden states between blocks are stored in bfloat16.
+The output of a layer (`Linear` in nn/linear.py) and the gradient of its input are computed from operands in e4m3,
+with a scale for each row, such that the largest number of the row is the largest one of the format.  Products are
+summed by the tensor cores, with fewer digits than fp32 in sums of at most MAX_FAST_SUM terms, and multiplied by the
+scales.  So are the logits of a language model, with one scale for each matrix.
 
 The gradients of weights stay in bfloat16, because both operands would have to be quantized again, along the other axis.
 So do layers whose sizes are not multiples of SIZE_MULTIPLE, and experts.
@@ -12,9 +11,7 @@ So do layers whose sizes are not multiples of SIZE_MULTIPLE, and experts.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,62 +28,28 @@ MAX_FAST_SUM = 4096  # terms of a sum that the tensor cores may add with fewer d
 MAX_FUSED, MAX_KERNEL = 1024, 16384  # numbers in a row: what torch.compile reads once, and what the kernel can
 MIN_CAPABILITY = (8, 9)  # of the GPU (Ada)
 
-_is_enabled = False
-
-
-@contextlib.contextmanager
-def fp8_products(enabled: bool = True) -> Iterator[None]:
-    """Compute the products of linear layers in 8 bits inside the `with` block, if `enabled`.
-
-    Only training under autocast to bfloat16 changes.
-    """
-    global _is_enabled
-    before, _is_enabled = _is_enabled, enabled
-    try:
-        yield
-    finally:
-        _is_enabled = before
-
-
-def fp8_is_enabled() -> bool:
-    """Return whether this is inside a `with fp8_products():` block."""
-    return _is_enabled
-
 
 def has_fp8(device: torch.device) -> bool:
     """Return whether a device multiplies numbers of 8 bits in its tensor cores."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
-def has_fp8_layer(module: nn.Module) -> bool:
-    """Return whether there is a linear layer whose products can be computed in 8 bits."""
-    return any(isinstance(part, nn.Linear) and _sizes_fit(part.weight) for part in module.modules())
-
-
-def _sizes_fit(weight: Tensor) -> bool:
-    return all(size % SIZE_MULTIPLE == 0 for size in weight.shape)
-
-
-def _is_active(device: str) -> bool:
-    if not (_is_enabled and torch.is_grad_enabled() and torch.is_autocast_enabled(device)):
+def is_fp8_training(device: str) -> bool:
+    """Return whether gradients are computed under autocast to bfloat16, the one place for products in 8 bits."""
+    if not (torch.is_grad_enabled() and torch.is_autocast_enabled(device)):
         return False
     return torch.get_autocast_dtype(device) == torch.bfloat16
 
 
-def hidden_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which the hidden states x between blocks are stored."""
-    return torch.bfloat16 if _is_active(x.device.type) else x.dtype
-
-
-def wants_fp8(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the product of x (…, D) and weight (O, D) is to be computed in 8 bits, if its sizes allow it."""
-    is_plain = type(weight) in (Tensor, nn.Parameter)  # not split among processes
-    return _is_active(x.device.type) and is_plain and (x.requires_grad or weight.requires_grad)
-
-
 def supports_fp8(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `fp8_linear` is to be used for x (…, D) and weight (O, D), and can be."""
-    return wants_fp8(x, weight) and _sizes_fit(weight)
+    """Return whether `fp8_linear` can be used for x (…, D) and weight (O, D) in training: their sizes fit."""
+    is_plain = type(weight) in (Tensor, nn.Parameter)  # not split among processes
+    is_trained = is_fp8_training(x.device.type) and (x.requires_grad or weight.requires_grad)
+    return is_trained and is_plain and sizes_fit(weight)
+
+
+def sizes_fit(weight: Tensor) -> bool:
+    return all(size % SIZE_MULTIPLE == 0 for size in weight.shape)
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoblock.accounting.fused_loss import MIN_CLASSES, pad_classes, rows_at_a_time
-from monoblock.kernels.fp8_linear import SIZE_MULTIPLE, multiply, quantize_matrix, wants_fp8
+from monoblock.kernels.fp8_linear import SIZE_MULTIPLE, is_fp8_training, multiply, quantize_matrix
 from monoblock.kernels.gpu import is_available
 
 BLOCK, WARPS = 2048, 4  # the fastest measured on an H200
 
 
 def supports_linear_cross_entropy(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `linear_cross_entropy` can be used for x (…, D) and weight (V, D), and saves time or memory.
+    """Return whether `linear_cross_entropy` can be used for x (…, D) and weight (V, D), and is faster for a large V.
 
     It can on a GPU with Triton, if gradients are computed and the product is in bfloat16.
     """
@@ -32,7 +31,7 @@ def supports_linear_cross_entropy(x: Tensor, weight: Tensor) -> bool:
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     is_plain = type(weight) in (Tensor, torch.nn.Parameter)  # not split among processes
-    return dtype == torch.bfloat16 and is_plain and weight.shape[0] >= MIN_CLASSES
+    return dtype == torch.bfloat16 and is_plain
 
 
 def linear_cross_entropy(
@@ -42,18 +41,25 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     ignore_index: int,
+    rows: int,
+    columns: int,
     label_smoothing: float = 0.0,
+    fp8: bool = False,
 ) -> Tensor:
     """Return the cross-entropy of the logits x weight^T + bias, summed over all labels that are not `ignore_index`.
 
-    x (N, D), weight (V, D), bias (V,), labels (N,).  The products are computed in bfloat16, that of the logits in 8
-    bits inside `fp8_products`, and the rest in fp32.
+    x (N, D), weight (V, D), bias (V,), labels (N,).  The products are computed in bfloat16 and the rest in fp32; `fp8`
+    computes the product of the logits in 8 bits in training under autocast, if D is a multiple of SIZE_MULTIPLE.
+
+    rows: the number of tokens whose logits exist at a time.
+    columns: the number of columns of the logits: V, or more, which are padding.
     """
-    fp8 = wants_fp8(x, weight) and x.shape[1] % SIZE_MULTIPLE == 0
+    fp8 = fp8 and is_fp8_training(x.device.type) and x.shape[1] % SIZE_MULTIPLE == 0
     with torch.autocast("cuda", enabled=False):
         loss, *_ = torch.ops.monoblock_python.linear_cross_entropy(
-            x.to(torch.bfloat16), weight, bias, labels, ignore_index, label_smoothing, weight.requires_grad, fp8
-        )
+            x.to(torch.bfloat16), weight, bias, labels, ignore_index, label_smoothing, weight.requires_grad, fp8,
+            rows, columns,
+        )  # fmt: skip
     return loss
 
 
@@ -67,16 +73,16 @@ def _loss_and_gradients(
     label_smoothing: float,
     trains_weight: bool,
     fp8: bool,
+    rows: int,
+    columns: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss and the gradients of x, weight and bias; a gradient that is not needed is empty."""
     (N, D), V = x.shape, weight.shape[0]
-    table = _pad_table(weight)
-    columns = table.shape[0]
+    table = _pad_table(weight, columns)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x)
     dweight = torch.empty(columns if trains_weight else 0, D, dtype=torch.float32, device=x.device)
     dbias = torch.zeros(0 if bias is None else columns, dtype=torch.float32, device=x.device)
-    rows = rows_at_a_time(N, columns)
     x8, table8 = (quantize_matrix(x), quantize_matrix(table)) if fp8 else (None, None)
     for start in range(0, N, rows):
         part = slice(start, min(start + rows, N))
@@ -96,7 +102,7 @@ def _loss_and_gradients(
 @_loss_and_gradients.register_fake
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, label_smoothing: float,
-    trains_weight: bool, fp8: bool,
+    trains_weight: bool, fp8: bool, rows: int, columns: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dweight = torch.empty_like(weight) if trains_weight else weight.new_empty(0, x.shape[1])
     dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
@@ -114,20 +120,19 @@ def _scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None,
         dx * grad.to(dx.dtype),
         dweight * grad.to(dweight.dtype) if ctx.trains_weight else None,
         dbias * grad.to(dbias.dtype) if ctx.has_bias else None,
-        *[None] * 5,
+        *[None] * 7,
     )
 
 
 _loss_and_gradients.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
-def _pad_table(weight: Tensor) -> Tensor:
-    """Return weight (V, D) in bfloat16, with rows of zeros added up to `pad_classes` of V."""
+def _pad_table(weight: Tensor, columns: int) -> Tensor:
+    """Return weight (V, D) in bfloat16, with rows of zeros added up to `columns`."""
     V, D = weight.shape
-    rows = pad_classes(V)
-    if rows == V:
+    if columns == V:
         return weight.to(torch.bfloat16)
-    table = torch.empty(rows, D, dtype=torch.bfloat16, device=weight.device)
+    table = torch.empty(columns, D, dtype=torch.bfloat16, device=weight.device)
     table[:V] = weight
     table[V:] = 0
     return table

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from monoblock.config.parts import CheckpointMode
-from monoblock.kernels.fp8_linear import fp8_is_enabled, fp8_products
 from monoblock.nn.norm import frozen_statistics, has_statistics
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -31,7 +30,7 @@ KEPT_OPERATORS = ("mm", "addmm", "_scaled_mm", "convolution")  # of aten, beside
 def run_checkpointed(block: nn.Module, *inputs: Any, mode: CheckpointMode, **options: Any) -> Tensor:
     """Run a block in training, and recompute it in the backward pass as far as `mode` says."""
     if not torch.compiler.is_compiling():
-        options["context_fn"] = functools.partial(_eager_contexts, block, mode, fp8_is_enabled())
+        options["context_fn"] = functools.partial(_eager_contexts, block, mode)
     elif mode == "selective":  # torch.compile recomputes operators, not the block, so there is no state to restore
         options["context_fn"] = _selective_contexts
     is_cached = mode != "selective" or torch.compiler.is_compiling()
@@ -72,15 +71,15 @@ def _operator_name(operator: Any) -> tuple[str, str]:
     return "", str(operator)  # a higher-order operator, such as flex_attention
 
 
-def _eager_contexts(block: nn.Module, mode: CheckpointMode, fp8: bool) -> Contexts:
+def _eager_contexts(block: nn.Module, mode: CheckpointMode) -> Contexts:
     """Return the contexts of the forward pass and of the recomputation."""
     is_selective = mode == "selective" and not has_statistics(block)
     forward, recomputation = _selective_contexts() if is_selective else (nullcontext(), nullcontext())
-    return forward, _restored_state(block, fp8, recomputation)
+    return forward, _restored_state(block, recomputation)
 
 
 @contextmanager
-def _restored_state(block: nn.Module, fp8: bool, recomputation: AbstractContextManager[Any]) -> Iterator[None]:
+def _restored_state(block: nn.Module, recomputation: AbstractContextManager[Any]) -> Iterator[None]:
     """The state in which a block is recomputed: as in the forward pass, and its batch is counted once."""
-    with frozen_statistics(block), fp8_products(fp8), recomputation:
+    with frozen_statistics(block), recomputation:
         yield

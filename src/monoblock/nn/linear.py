@@ -14,13 +14,13 @@ from monoblock.kernels.fp8_linear import fp8_linear, supports_fp8
 class Linear(nn.Linear):
     """nn.Linear; in training, its product is computed in 8 bits or with a kernel where that is chosen or faster."""
 
+    uses_fp8 = False  # in training under autocast to bfloat16, multiply in 8 bits if the sizes allow it
+
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias) if x.requires_grad else super().forward(x)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute F.linear(x, weight, bias) with the fastest product for this device and precision."""
-    return fp8_linear(x, weight, bias) if supports_fp8(x, weight) else cpu.linear(x, weight, bias)
+        if not x.requires_grad:
+            return super().forward(x)
+        multiply = fp8_linear if self.uses_fp8 and supports_fp8(x, self.weight) else cpu.linear
+        return multiply(x, self.weight, self.bias)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

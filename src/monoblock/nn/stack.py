@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary, StackConfig
 from monoblock.config.parts import CheckpointMode
-from monoblock.kernels.fp8_linear import hidden_dtype
+from monoblock.kernels.fp8_linear import is_fp8_training, sizes_fit
 from monoblock.nn.activation_checkpointing import run_checkpointed
-from monoblock.nn.attention import select_kept_heads
+from monoblock.nn.attention import Attention, select_kept_heads
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
+from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.kv_cache.cache_index import CacheWrite
+from monoblock.nn.linear import Linear
 from monoblock.nn.masks import Mask, everything, mask_from_config, same_document
 from monoblock.nn.norm import Norm
 from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
@@ -36,6 +38,7 @@ class Stack(nn.Module):
         self.block_order = _block_order(config)
         self.layers = range(len(self.block_order))  # the layers that this stack runs (see `keep_layers`)
         self.recompute: CheckpointMode = False  # activation checkpointing in training
+        self.uses_fp8 = False  # hidden states in bfloat16 where products are in 8 bits (see `use_fp8_products`)
         for number in sorted(set(self.block_order)):
             self.add_module(str(number), block_class(list(config.layers())[number]))
         self.norm = Norm(config.width, config.norm) if config.norm is not None else None
@@ -68,6 +71,18 @@ class Stack(nn.Module):
             self.norm = None
         if not layers:
             self.position_bias = None
+
+    def use_fp8_products(self) -> bool:
+        """Multiply in 8 bits in training under autocast to bfloat16; return whether the sizes of any layer allow it.
+
+        It is a setting of the linear layers of attention and feed-forward; hidden states are stored in bfloat16.
+        """
+        parts = [module for module in self.modules() if isinstance(module, (Attention, FeedForward))]
+        layers = [child for part in parts for child in part.children() if isinstance(child, Linear)]
+        self.uses_fp8 = any(sizes_fit(layer.weight) for layer in layers)
+        for layer in layers:
+            layer.uses_fp8 = True
+        return self.uses_fp8
 
     @property
     def uses_flags(self) -> bool:
@@ -109,7 +124,7 @@ class Stack(nn.Module):
         """
         inputs = self.block_inputs(x, token_positions, memory, memory_positions, cache)
         for layer, (block, context, options) in zip(self.layers, inputs, strict=True):
-            x = x.to(hidden_dtype(x))
+            x = self._round_hidden(x)
             x = self._run_block(block, x, context, **options, **tap_argument(block, tap, str(layer)))
         return x if self.norm is None else apply_tap(tap, "norm", self.norm(x))
 
@@ -127,7 +142,7 @@ class Stack(nn.Module):
         )
         contexts: dict[int, AttentionContext] = {}
         memory_context = self._memory_context(token_positions, memory_positions, cache, x)
-        x, inputs = x.to(hidden_dtype(x)), []
+        x, inputs = self._round_hidden(x), []
         for layer, block in zip(self.layers, self.blocks, strict=True):
             kind, write = self.attention_config_index[layer], writes[layer]
             if kind not in contexts:
@@ -141,6 +156,9 @@ class Stack(nn.Module):
             }
             inputs.append((block, contexts[kind], options))
         return inputs
+
+    def _round_hidden(self, x: Tensor) -> Tensor:
+        return x.to(torch.bfloat16) if self.uses_fp8 and is_fp8_training(x.device.type) else x
 
     def _run_block(self, block: Block, *inputs: Any, **options: Any) -> Tensor:
         if not (self.recompute and self.training and torch.is_grad_enabled()):

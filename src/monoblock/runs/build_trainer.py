@@ -131,6 +131,7 @@ def build_loss(
         TOKEN_ACCURACY if task.head in ("language_model", "masked_lm") else "accuracy",
         sum_over_data=sum_over_data,
         over_positions=task.classes_are_positions,
+        fp8=section.precision == "fp8",
         **carried,
     )
     return AdversarialLoss(loss, section.adversarial) if section.adversarial else loss

@@ -10,7 +10,7 @@ from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError
 from monoblock.interop.digest import compute_body_digest
-from monoblock.kernels.fp8_linear import SIZE_MULTIPLE, has_fp8_layer
+from monoblock.kernels.fp8_linear import SIZE_MULTIPLE
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.build_strategy import build_strategy
@@ -175,7 +175,10 @@ def _build_run(
 
 
 def _choose_runtime(section: TrainSection, model: Transformer | Recurrent, world: World) -> RuntimeConfig:
-    """Choose device, precision and compilation; raise ConfigError if this machine or model cannot have them."""
+    """Choose device, precision and compilation; raise ConfigError if this machine or model cannot have them.
+
+    With products in 8 bits, the model gets the layers for them.
+    """
     check_device(section.device)
     runtime = choose_runtime(
         section.device,
@@ -185,7 +188,9 @@ def _choose_runtime(section: TrainSection, model: Transformer | Recurrent, world
         steps=section.steps,
         no_compile_reason=_no_compile_reason(section, world),
     )
-    if runtime.fp8 and not any(has_fp8_layer(part) for part in model.modules() if isinstance(part, Stack)):
+    stacks = [part for part in model.modules() if isinstance(part, Stack) and runtime.fp8]
+    changed = [stack.use_fp8_products() for stack in stacks]
+    if runtime.fp8 and not any(changed):
         raise ConfigError(
             f"train.precision=fp8 changes no layer of this model: it needs a Transformer with sizes that are multiples "
             f"of {SIZE_MULTIPLE}; write train.precision=bf16"

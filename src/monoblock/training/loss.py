@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from monoblock.accounting.fused_loss import MIN_CLASSES, pad_classes, rows_at_a_time
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.errors import InputError
 from monoblock.kernels.linear_cross_entropy import linear_cross_entropy, supports_linear_cross_entropy
@@ -122,6 +123,7 @@ class CrossEntropyLoss:
     top_k: int = 1  # experts per token
     accuracy_name: str = "accuracy"  # what the share of correct predictions is called
     sum_over_data: Callable[[Tensor], Tensor] | None = None  # of a tensor, over the processes with parts of the batch
+    fp8: bool = False  # compute the logits of a language model in 8 bits in training, where a kernel allows it
     over_positions: bool = False  # for question answering: the classes are the positions of a row that are not padding
 
     def evaluation_loss(self) -> CrossEntropyLoss:
@@ -184,15 +186,19 @@ class CrossEntropyLoss:
 
     def _from_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
         """Return the loss of the logits x weight^T + bias, which are not stored where a kernel allows it."""
-        if not supports_linear_cross_entropy(x, weight):
+        if len(weight) < MIN_CLASSES or not supports_linear_cross_entropy(x, weight):
             return self.from_logits(F.linear(x, weight, bias), labels)
+        flat, columns = x.reshape(-1, x.shape[-1]), pad_classes(len(weight))
         return linear_cross_entropy(
-            x.reshape(-1, x.shape[-1]),
+            flat,
             weight,
             bias,
             labels.reshape(-1),
             ignore_index=IGNORE_INDEX,
             label_smoothing=self.label_smoothing,
+            rows=rows_at_a_time(len(flat), columns),
+            columns=columns,
+            fp8=self.fp8,
         )
 
     def from_logits(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.kernels.cpu import onednn
 from monoblock.kernels.cpu.library import find_compiler
-from monoblock.kernels.fp8_linear import fp8_products, has_fp8
+from monoblock.kernels.fp8_linear import has_fp8
 from monoblock.training.events import DecisionEvent
 
 COMPILE_CHOICES = ("auto", "yes", "no", "graphs")
@@ -40,7 +40,7 @@ class RuntimeConfig:
         if self.autocast_dtype is None:
             yield
             return
-        with torch.autocast(self.device.type, self.autocast_dtype), fp8_products(self.fp8):
+        with torch.autocast(self.device.type, self.autocast_dtype):
             yield
 
     def apply_torch_settings(self) -> None:
