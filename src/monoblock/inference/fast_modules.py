@@ -498,8 +498,10 @@ class FastHead(Head):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _own_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        output: Any = self.output
-        return self.linear(x, output.weight, bias) if isinstance(output, nn.Linear) else output.linear(x, bias)
+        if isinstance(self.output, nn.Linear):
+            return self.linear(x, self.output.weight, bias)
+        multiply = getattr(self.output, "linear", None)  # of a quantized matrix, which adds the bias itself
+        return super()._own_product(x, bias) if multiply is None else multiply(x, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.padded is not None and bias is None and not kernels.supports_linear(x, weight):
