@@ -1,0 +1,139 @@
+"""Attention over pages against a gather and a softmax in fp64: on a GPU or, with TRITON_INTERPRET=1, on a CPU."""
+
+import os
+
+import pytest
+import torch
+from support import assert_near_in_norm
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from monoblock.kernels import gpu_attention
+from monoblock.kernels.gpu_attention import PAGE_SIZE, attend_pages, attend_source_pages, make_counters
+
+# Triton's interpreter of loops whose bounds are arrays of one number
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAGES = 23
+
+
+@pytest.fixture(autouse=True)
+def options(monkeypatch):
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(gpu_attention, "launch_options", lambda: {"PDL": False})
+
+
+def random(*shape, seed=0, dtype=torch.float16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def random_tables(rows, width, seed=3):
+    """A table of different pages for each row; page 0 is nobody's."""
+    order = torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(seed))[: rows * width] + 1
+    return order.reshape(rows, width).int().to(DEVICE)
+
+
+def read(pool, table):
+    """The tokens (G, tokens, K) on the pages of a row, in fp64."""
+    return pool[table.long()].double().transpose(0, 1).flatten(1, 2)
+
+
+def rotated(x, cos, sin, layout):
+    """x (heads, T, K) with its first features rotated; cos and sin (T, pairs)."""
+    x, cos, sin = x.double(), cos.double(), sin.double()
+    pairs = cos.shape[-1]
+    size = 2 * pairs
+    first, second = (x[..., :pairs], x[..., pairs:size]) if layout == "halves" else (x[..., :size:2], x[..., 1:size:2])
+    turned = first * cos - second * sin, second * cos + first * sin
+    both = torch.cat(turned, -1) if layout == "halves" else torch.stack(turned, -1).flatten(-2)
+    return torch.cat((both, x[..., size:]), -1)
+
+
+def softmax_attention(q, keys, values, visible, scale=None):
+    """q (H, T, K), keys and values (G, S, K) and visible (T, S): the heads (T, H K), 0 where nothing is visible."""
+    group = len(q) // len(keys)
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    scores = q.double() @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0)
+    return (weights @ values).transpose(0, 1).flatten(1)
+
+
+# rows have lengths and counts; heads, groups, head size; T
+CASES = {
+    "one token": ((37, 0, 48), (1, 1, 1), (3, 3, 16), 1),
+    "an idle row": ((37, 29, 64), (1, 0, 1), (2, 1, 32), 1),
+    "groups": ((5, 97), (1, 1), (10, 2, 32), 1),
+    "a proposal": ((31, 0, 62), (5, 2, 3), (4, 2, 16), 5),
+    "a chunk": ((17, 3), (41, 35), (6, 2, 16), 41),
+}
+
+
+@pytest.mark.parametrize("programs", [264, 1], ids=["splits", "whole"])
+@pytest.mark.parametrize("layout", [None, "halves", "interleaved"])
+@pytest.mark.parametrize("window", [None, 19])
+@pytest.mark.parametrize("case", CASES)
+def test_new_tokens_are_written_to_their_pages_and_see_all_before(case, window, layout, programs, monkeypatch):
+    monkeypatch.setattr(gpu_attention, "TARGET_PROGRAMS", programs)
+    lengths, counts, (H, G, K), T = CASES[case]
+    R, P = len(lengths), 7
+    q, k, v = random(R, H, T, K), random(R, T, G, K, seed=1).transpose(1, 2), random(R, G, T, K, seed=2)
+    keys, values = random(PAGES, G, PAGE_SIZE, K, seed=4), random(PAGES, G, PAGE_SIZE, K, seed=5)
+    tables = random_tables(R, P)
+    angles = random(R, 1, T, 3, seed=6, dtype=torch.float32)
+    cos, sin = (None, None) if layout is None else (angles.cos().half(), angles.sin().half())
+    expected_keys, expected_values = keys.clone(), values.clone()
+    expected = torch.zeros(R, T, H * K, dtype=torch.double, device=DEVICE)
+    for r, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        rope = [] if layout is None else [cos[r, 0, :count], sin[r, 0, :count], layout]
+        queries, new = (rotated(x[r, :, :count], *rope).half() if rope else x[r, :, :count] for x in (q, k))
+        for n in range(count):
+            page, slot = tables[r, (length + n) // PAGE_SIZE], (length + n) % PAGE_SIZE
+            expected_keys[page, :, slot], expected_values[page, :, slot] = new[:, n], v[r, :, n]
+        place, column = torch.arange(length, length + count)[:, None], torch.arange(P * PAGE_SIZE)
+        visible = (column <= place) & (column > place - (window or 1000))
+        row = read(expected_keys, tables[r]), read(expected_values, tables[r])
+        expected[r, :count] = softmax_attention(queries, *row, visible.to(DEVICE))
+    counters = make_counters(R, keys)
+    both = torch.tensor(lengths, device=DEVICE), torch.tensor(counts, device=DEVICE)
+    out = attend_pages(
+        q, k, v, keys, values, tables, *both,
+        scale=None, cos=cos, sin=sin, layout=layout, window=window, finished=counters,
+    ).values  # fmt: skip
+    assert (counters == 0).all()
+    assert_near_in_norm(keys, expected_keys, 1e-3)
+    assert torch.equal(values, expected_values)
+    assert out.isfinite().all()
+    for r, count in enumerate(counts):
+        assert_near_in_norm(out[r, :count], expected[r, :count], 2e-3)
+        assert count > 0 or not out[r].any()
+
+
+@pytest.mark.parametrize("programs", [264, 1], ids=["splits", "whole"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_every_token_sees_its_whole_source(queries, programs, monkeypatch):
+    monkeypatch.setattr(gpu_attention, "TARGET_PROGRAMS", programs)
+    lengths, R, P, (H, G, K) = (79, 0, 18, 31), 4, 5, (4, 2, 32)
+    q, tables = random(R, H, queries, K), random_tables(R, P)
+    keys, values = random(PAGES, G, PAGE_SIZE, K, seed=4), random(PAGES, G, PAGE_SIZE, K, seed=5)
+    both = torch.tensor(lengths, device=DEVICE), torch.tensor((1, 1, queries, 0), device=DEVICE)
+    out = attend_source_pages(q, keys, values, tables, *both, scale=0.3).values
+    for r, length in enumerate((79, 0, 18, 0)):  # the last row has no token
+        visible = (torch.arange(P * PAGE_SIZE, device=DEVICE) < length).expand(queries, -1)
+        expected = softmax_attention(q[r], read(keys, tables[r]), read(values, tables[r]), visible, scale=0.3)
+        assert_near_in_norm(out[r], expected, 2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if DEVICE.type == "cuda" else torch.float16])
+@pytest.mark.parametrize("size", [64, 256])
+def test_other_dtypes_and_head_sizes(size, dtype):
+    q, k, v = (random(2, 2, 1, size, seed=seed, dtype=dtype) for seed in range(3))
+    keys, values = (random(PAGES, 2, PAGE_SIZE, size, seed=seed, dtype=dtype) for seed in (4, 5))
+    tables, lengths, counts = random_tables(2, 6), torch.tensor((70, 33)), torch.ones(2, dtype=torch.long)
+    both = lengths.to(DEVICE), counts.to(DEVICE)
+    out = attend_pages(q, k, v, keys, values, tables, *both, scale=None).values
+    for r, length in enumerate((70, 33)):
+        visible = (torch.arange(6 * PAGE_SIZE, device=DEVICE) <= length)[None]
+        expected = softmax_attention(q[r], read(keys, tables[r]), read(values, tables[r]), visible)
+        assert_near_in_norm(out[r], expected, 1e-5 if dtype == torch.float32 else 1e-2)
