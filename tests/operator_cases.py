@@ -120,6 +120,29 @@ def step() -> Arguments:
     }
 
 
+def paged_pass() -> Arguments:
+    pools = {
+        "keys": (9, G, 16, K),
+        "values": (9, G, 16, V),
+        "source_keys": (5, G, 16, K),
+        "source_values": (5, G, 16, V),
+    }
+    return {
+        "x": draw(B, T, D),
+        "lengths": torch.tensor([3, 0, 15, 20]),
+        "counts": torch.tensor([2, 1, 2, 0]),
+        "tables": torch.tensor([[1, 0], [2, 0], [3, 4], [5, 6]], dtype=torch.int32),
+        **{name: [draw(*shape) for _ in range(2)] for name, shape in pools.items()},
+        "source_tables": torch.tensor([[1], [1], [2], [2]], dtype=torch.int32),
+        "source_lengths": torch.tensor([7, 7, 16, 16]),
+        "positions": torch.arange(T).repeat(B, 1),
+        "rotary_cos": [draw(32, K // 2)],
+        "rotary_sin": [draw(32, K // 2)],
+        "position_biases": [draw(H, 32)],
+        "exact": False,
+    }
+
+
 def step_or_refuse(stack: Any, arguments: Arguments) -> Tensor:
     """None is how a cache is refused whose tokens are not in order."""
     result: Tensor | None = stack.step(**arguments)
@@ -252,6 +275,17 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "NativeStack int4": (built("NativeStack"), lambda: stack(4)),
     "NativeStack.step": (lambda **arguments: step_or_refuse(native_stack(), arguments), step),
     "NativeStack.step int4": (lambda **arguments: step_or_refuse(native_stack(bits=4), arguments), step),
+    "NativeStack.run": (lambda **arguments: native_stack().run(**arguments), paged_pass),
+    "NativeStack.run int4": (lambda **arguments: native_stack(bits=4).run(**arguments), paged_pass),
+    "copy_pages": (
+        operator("copy_pages"),
+        lambda: {
+            "pools": [draw(5, G, 16, size) for size in (K, V)],
+            "sources": torch.tensor([1, 2]),
+            "targets": torch.tensor([3, 4]),
+            "used": torch.tensor([16, 3]),
+        },
+    ),
     "NativeStack.supports_batches": (lambda **arguments: native_stack().supports_batches(**arguments), dict),
     "NativeStack.supports_prompts": (lambda **arguments: native_stack().supports_prompts(**arguments), dict),
     "SearchModel": (built("SearchModel"), search_model),

@@ -58,7 +58,7 @@ def build_search_operators(model: Transformer) -> SearchOperators | None:
     """Build the beam-search operators for an inference copy; return None if its decoder or head is not supported."""
     embedding = _find_plain_embedding(model)
     search_model = _build_search_model(model, embedding)
-    return None if search_model is None else SearchOperators(search_model, embedding, _build_encoder(model.encoder))
+    return None if search_model is None else SearchOperators(search_model, embedding, build_encoder(model.encoder))
 
 
 def _find_plain_embedding(model: Transformer) -> Embedding | None:
@@ -122,7 +122,8 @@ def _table_tensors(table: Tensor | nn.Module | None) -> tuple[Tensor, ...] | Non
     return (weight.detach(),) if isinstance(weight, Tensor) and is_plain_fp32(weight) else None
 
 
-def _build_encoder(encoder: Stack | None) -> Any:
+def build_encoder(encoder: Stack | None) -> Any:
+    """Build the C++ operator for an encoder; return None if it does not support one of the blocks."""
     if encoder is None or not all(_is_plain_encoder_block(block) for block in encoder.blocks):
         return None
     if encoder.config.norm is not None and encoder.config.norm.kind not in NATIVE_NORMS:

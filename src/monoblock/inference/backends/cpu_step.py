@@ -65,8 +65,13 @@ STEP_SUPPORTED: AllowList = {
 
 def fuse_stack(stack: Stack) -> FusedStack | None:
     """Build the C++ operator for a stack; return None if it does not support one of the blocks."""
+    return FusedStack(stack) if can_fuse(stack) else None
+
+
+def can_fuse(stack: Stack) -> bool:
+    """Return whether the C++ operator supports all blocks of a stack."""
     has_native_norm = stack.config.norm is None or stack.config.norm.kind in NATIVE_NORMS
-    return FusedStack(stack) if has_native_norm and all(supports_block(block) for block in stack.blocks) else None
+    return has_native_norm and all(supports_block(block) for block in stack.blocks)
 
 
 def supports_block(block: Block) -> bool:

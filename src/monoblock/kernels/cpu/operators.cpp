@@ -10,6 +10,7 @@
 #include "stack/gelu.h"
 #include "linear/linear.h"
 #include "linear/quantize.h"
+#include "stack/pass_operator.h"
 #include "stack/stack_operator.h"
 #include "search/topk_continuations.h"
 
@@ -49,8 +50,13 @@ TORCH_LIBRARY_FRAGMENT(monoblock, library) {
       .def("step", &step_stack, "",
            {arg("x"), arg("positions"), arg("lengths"), arg("active"), arg("written"), arg("keys"), arg("values"),
             arg("source_keys"), arg("source_values"), arg("source_mask"), arg("cache_positions"), arg("cache_index"),
-            arg("windows"), arg("rotary_cos"), arg("rotary_sin"), arg("position_biases")});
+            arg("windows"), arg("rotary_cos"), arg("rotary_sin"), arg("position_biases")})
+      .def("run", &run_stack, "",
+           {arg("x"), arg("lengths"), arg("counts"), arg("tables"), arg("keys"), arg("values"), arg("source_keys"),
+            arg("source_values"), arg("source_tables"), arg("source_lengths"), arg("positions"), arg("rotary_cos"),
+            arg("rotary_sin"), arg("position_biases"), arg("exact") = false});
   library.def("encode", &panels::encode);
+  library.def("copy_pages(Tensor[] pools, Tensor sources, Tensor targets, Tensor used) -> ()");
 
   library.class_<SearchModel>("SearchModel")
       .def(torch::init<c10::intrusive_ptr<NativeStack>, at::Tensor, OptionalTensor, OptionalTensor, OptionalTensor, double,
@@ -90,5 +96,6 @@ TORCH_LIBRARY_IMPL(monoblock, CPU, library) {
   library.impl("attend_causal", &causal::attend_causal);
   library.impl("attend_causal_backward", &causal::attend_causal_backward);
   library.impl("attend_one_query", &attend_one_query);
+  library.impl("copy_pages", &pages::copy_pages);
   library.impl("topk_continuations", &topk_continuations);
 }

@@ -8,6 +8,7 @@
 
 #include "linear/integer_panels.h"
 #include "linear/matvec.h"
+#include "linear/panel_products.h"
 #include "stack/stack_weights.h"
 #include "threads.h"
 
@@ -25,9 +26,13 @@ struct KeyValues {
         value_column(v.stride(2)), rows(k.size(0)), columns(k.size(2)), key_size(k.size(3)), value_size(v.size(3)) {}
 };
 
-// Many rows of x as quantized weights read them; all threads round a share of them, and read all.
+// Many rows of x as products read them; all threads write a share of them, and read all.
 class SharedRows {
  public:
+  integer_panels::Vectors<Floats> panels;  // of MAX_VECTORS vectors but the last, (columns, vectors) each
+  int64_t many = std::numeric_limits<int64_t>::max();  // rows that an fp32 weight multiplies in panels
+  int64_t many_quantized = MANY_ROWS;                  // rows that a quantized weight multiplies in panels
+
   template <class Elements>
   integer_panels::QuantizedRows<Elements>& get() {
     if constexpr (std::is_same_v<Elements, integer_panels::ByteElements>) return bytes;
@@ -64,10 +69,12 @@ struct Product {
 
 class ThreadProducts {
  public:
-  ThreadProducts(const StackStep& s, Barrier& b, int n, int c) : step(s), barrier(b), number(n), count(c) {}
+  ThreadProducts(int64_t batch, SharedRows& rows, Barrier& b, int n, int c)
+      : batch(batch), many_rows(rows), barrier(b), number(n), count(c) {}
 
  protected:
-  const StackStep& step;
+  const int64_t batch;  // rows of x
+  SharedRows& many_rows;
   Barrier& barrier;
   const int number, count;  // of this thread, and of all
 
@@ -84,9 +91,10 @@ class ThreadProducts {
   void prepare(const WeightMatrix& m, const float* x, int64_t stride, const WeightMatrix* before = nullptr) {
     if (!has_many_rows(m) || (before && before->packing() == m.packing())) return;
     if (before) barrier.wait();  // until it is no longer read
+    if (has_panels(m)) return fill_panels(m, x, stride);
     with_elements(m, [&]<class Elements>() {
-      const integer_panels::RowPanels rows{x, step.batch, stride, m.columns};
-      auto& to = step.many_rows->get<Elements>();
+      const integer_panels::RowPanels rows{x, batch, stride, m.columns};
+      auto& to = many_rows.get<Elements>();
       if (number == 0) to.resize(rows.vectors(), m.columns, m.groups, m.limit);
       barrier.wait();
       const auto [begin, end] = share(rows.vectors() * m.groups);
@@ -99,6 +107,7 @@ class ThreadProducts {
   void multiply_bands(const WeightMatrix& m, const float* x, int64_t stride, int64_t begin, int64_t end, float* y,
                       int64_t y_stride) {
     const int64_t low = begin * ROWS, high = std::min(end * ROWS, m.rows);
+    if (has_many_rows(m) && has_panels(m)) return multiply_panels(m, low, high, y, y_stride);
     if (m.format == WeightMatrix::DENSE) return multiply_dense(m, input(m, x, stride), low, high, y, y_stride);
     with_format(m, [&](const auto& format) {
       if (has_many_rows(m)) return multiply_many_rows(format, m, low, high, y, y_stride);
@@ -125,12 +134,13 @@ class ThreadProducts {
   static int64_t bands(const WeightMatrix& m) { return (m.rows + ROWS - 1) / ROWS; }
 
  private:
-  std::vector<float> scales, leasts;
+  std::vector<float> scales, leasts, products;
   QuantizedInput quantized;
+  panels::PanelProducts panel_products;
 
   MatvecInput input(const WeightMatrix& m, const float* x, int64_t stride) {
     const int64_t tail = m.format == WeightMatrix::DENSE ? m.columns % CHUNK : 0, columns = m.columns - tail;
-    MatvecInput in{x, nullptr, step.batch, columns, columns / m.groups, columns ? m.groups : 0, stride};
+    MatvecInput in{x, nullptr, batch, columns, columns / m.groups, columns ? m.groups : 0, stride};
     if (m.format == WeightMatrix::DENSE) return in;
     if (int64_t(scales.size()) < ROWS * m.groups) scales.resize(ROWS * m.groups), leasts.resize(ROWS * m.groups);
     quantized.fill(in, m.format == WeightMatrix::INT4, m.limit);
@@ -138,7 +148,57 @@ class ThreadProducts {
   }
 
   bool has_many_rows(const WeightMatrix& m) const {
-    return step.batch >= MANY_ROWS && m.is_quantized() && can_multiply_in_panels(m.columns / m.groups);
+    if (!m.is_quantized()) return batch >= many_rows.many;
+    return batch >= many_rows.many_quantized && (can_multiply_in_panels(m.columns / m.groups) || has_panels(m));
+  }
+
+  // Whether many rows are multiplied by `panel_products`, from panels in fp32.
+  bool has_panels(const WeightMatrix& m) const {
+    return many_rows.many != std::numeric_limits<int64_t>::max() && (!m.is_quantized() || can_use_tiles());
+  }
+
+  static constexpr int64_t PANEL = panels::MAX_VECTORS * LANES, COLUMNS_TOGETHER = 128;
+
+  int64_t panel_vectors(int64_t panel) const {
+    return std::min<int64_t>(panels::MAX_VECTORS, (batch - panel * PANEL + LANES - 1) / LANES);
+  }
+
+  void fill_panels(const WeightMatrix& m, const float* x, int64_t stride) {
+    const int64_t count = (batch + PANEL - 1) / PANEL, parts = (m.columns + COLUMNS_TOGETHER - 1) / COLUMNS_TOGETHER;
+    if (number == 0) many_rows.panels.resize(count * panels::MAX_VECTORS * m.columns);
+    barrier.wait();
+    const auto first = [&](int64_t panel) {
+      return reinterpret_cast<float*>(many_rows.panels.at(panel * panels::MAX_VECTORS * m.columns));
+    };
+    const auto [begin, end] = share(count * parts);
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t panel = n / parts, column = n % parts * COLUMNS_TOGETHER, step = panel_vectors(panel) * LANES;
+      const int64_t columns = std::min(COLUMNS_TOGETHER, m.columns - column), rows = std::min(step, batch - panel * PANEL);
+      float* to = first(panel) + column * step;
+      if (rows < step) std::fill_n(to, columns * step, 0.0f);
+      panels::transpose(x + panel * PANEL * stride + column, rows, columns, stride, to, step);
+    }
+    std::vector<panels::PanelRows> list;
+    for (int64_t panel = 0; panel < count; ++panel) list.push_back({first(panel), int(panel_vectors(panel))});
+    panel_products.set_inputs(std::move(list), m.columns);
+    barrier.wait();
+  }
+
+  void multiply_panels(const WeightMatrix& m, int64_t low, int64_t high, float* y, int64_t y_stride) {
+    WeightMatrix part = m;
+    const int64_t bytes = m.format == WeightMatrix::DENSE ? 4 * m.columns : m.columns / (m.format == WeightMatrix::INT4 ? 2 : 1);
+    part.weight = static_cast<const char*>(m.weight) + low * bytes, part.rows = high - low;
+    if (m.bias) part.bias += low;
+    if (m.scale) part.scale += low * m.groups;
+    if (m.least) part.least += low * m.groups;
+    products.resize(panels::TOGETHER * panels::BLOCK_ROWS * PANEL + LANES);
+    float* memory = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(products.data()) + 63) & ~uintptr_t(63));
+    panel_products.multiply(
+        part, [&](size_t panel, int64_t) { return memory + panel % panels::TOGETHER * panels::BLOCK_ROWS * PANEL; },
+        [&](size_t panel, int64_t row, int64_t rows, const float* from) {
+          const int64_t step = panel_vectors(panel) * LANES, first = int64_t(panel) * PANEL;
+          panels::transpose(from, rows, std::min(step, batch - first), step, y + first * y_stride + low + row, y_stride);
+        });
   }
 
   template <class Use>
@@ -152,8 +212,8 @@ class ThreadProducts {
   void multiply_many_rows(const Format& format, const WeightMatrix& m, int64_t low, int64_t high, float* y,
                           int64_t y_stride) {
     with_elements(m, [&]<class Elements>() {
-      const integer_panels::RowPanels rows{nullptr, step.batch, 0, 0};
-      integer_panels::multiply_to_rows(format, step.many_rows->get<Elements>(), step.batch, rows.panels(), low, high,
+      const integer_panels::RowPanels rows{nullptr, batch, 0, 0};
+      integer_panels::multiply_to_rows(format, many_rows.get<Elements>(), batch, rows.panels(), low, high,
                                        m.bias, y, y_stride);
     });
   }
@@ -163,7 +223,7 @@ class ThreadProducts {
     const float* weight = static_cast<const float*>(m.weight);
     multiply_rows(Fp32Format{weight, m.columns}, in, low, high, m.bias, y, y_stride, nullptr, nullptr);
     if (in.columns == m.columns) return;
-    for (int64_t b = 0; b < step.batch; ++b)  // the columns behind the last whole chunk
+    for (int64_t b = 0; b < batch; ++b)  // the columns behind the last whole chunk
       for (int64_t row = low; row < high; ++row)
         y[b * y_stride + row] +=
             dot(in.x + b * in.stride + in.columns, weight + row * m.columns + in.columns, m.columns - in.columns);

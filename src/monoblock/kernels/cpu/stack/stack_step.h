@@ -12,7 +12,7 @@ namespace {
 class StackThread : public ThreadProducts {
  public:
   StackThread(const StackStep& s, Barrier& b, int number, int count, const float* input)
-      : ThreadProducts(s, b, number, count), x(input, input + s.batch * s.stack.width),
+      : ThreadProducts(s.batch, *s.many_rows, b, number, count), step(s), x(input, input + s.batch * s.stack.width),
         normed(s.batch * s.stack.max_inputs, 0.0f), scores(s.max_keys + LANES) {}
 
   void run() {
@@ -31,6 +31,7 @@ class StackThread : public ThreadProducts {
   }
 
  private:
+  const StackStep& step;
   std::vector<float> x, normed, feedforward_input, scores, query, key;
 
   void run_layer(const Layer& layer, const KeyValues& cache, const KeyValues* source) {

@@ -30,10 +30,10 @@ struct WeightMatrix {
   // How x is rounded for a product: products of the same x that agree in this share the integers.
   struct Packing {
     int64_t group = 0;
-    int limit = 0;
+    int limit = 0;  // 0: not at all
     bool operator==(const Packing&) const = default;
   };
-  Packing packing() const { return {columns / groups, limit}; }
+  Packing packing() const { return {columns / groups, is_quantized() ? limit : 0}; }
 };
 
 // use(format) for a quantized matrix.

@@ -1,0 +1,1 @@
+"""Ways to run a pass of the engine."""

@@ -1,0 +1,91 @@
+// What a pass of some tokens through a stack reads: its tokens, pages and tables, checked.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "attention/paged_attention.h"
+#include "stack/stack_weights.h"
+
+namespace {
+
+// Keys and values that the tokens of a pass see: those of their own row, or of its source.
+struct SeenKeys {
+  std::vector<pages::Pools> pools;    // one a block that reads them
+  const int32_t* tables = nullptr;    // (rows, table_step)
+  int64_t table_step = 0;
+  std::vector<int64_t> first, end;    // of each token
+};
+
+struct Pass {
+  const NativeStack& stack;
+  std::vector<int64_t> rows, columns;          // of x (R, T, D), for each token
+  std::vector<int64_t> index, positions;       // in its row: the number of tokens before it; for rotary angles
+  SeenKeys own, source;
+  bool is_exact = false;                       // products of a few tokens are those of many
+  std::vector<const float*> rotary_cos, rotary_sin, biases;
+  std::vector<int64_t> rotary_pairs, bias_columns;
+
+  int64_t tokens() const { return int64_t(rows.size()); }
+};
+
+// Part of the attention of one block: some tokens of one row, and some of the parts of its keys.
+struct AttentionItem {
+  int64_t token, tokens, part, parts;
+};
+
+// How the threads share out the attention of blocks with one window.
+struct AttentionWork {
+  int64_t groups = 0;
+  bool is_split = false;                // whether the parts of one row are different items, to be added up afterwards
+  std::vector<AttentionItem> items;
+  std::vector<int64_t> costs;           // of the items before each, and of all
+
+  // The first of all (item, group) whose work thread `number` of `count` does.
+  int64_t begin(int64_t number, int64_t count) const {
+    if (number == count) return int64_t(items.size()) * groups;
+    const int64_t cost = costs.back() * groups * number / count;
+    const int64_t item = std::upper_bound(costs.begin(), costs.end() - 1, cost / groups) - costs.begin() - 1;
+    return item * groups + (cost - costs[item] * groups) / (costs[item + 1] - costs[item]);
+  }
+};
+
+constexpr int64_t TOKENS_TOGETHER = 16;  // of one row that attend one after the other while a part is in the cache
+
+inline int64_t first_key(int64_t first, int64_t end, int64_t window) {
+  return window ? std::max(first, end - window) : first;
+}
+
+inline AttentionWork share_attention(const Pass& pass, const SeenKeys& seen, int64_t window, int64_t groups,
+                                     int64_t threads) {
+  using pages::PART;
+  AttentionWork work{groups};
+  std::vector<AttentionItem> blocks;
+  bool has_parts = false;
+  for (int64_t n = 0, size; n < pass.tokens(); n += size) {
+    for (size = 1; size < TOKENS_TOGETHER && n + size < pass.tokens() && pass.rows[n + size] == pass.rows[n];) ++size;
+    const int64_t first = first_key(seen.first[n], seen.end[n], window) / PART;
+    const int64_t end = (seen.end[n + size - 1] + PART - 1) / PART;
+    blocks.push_back({n, size, first, std::max<int64_t>(0, end - first)});
+    has_parts = has_parts || end - first > 1;
+  }
+  work.is_split = has_parts && int64_t(blocks.size()) * groups < 4 * threads;
+  const auto add = [&](const AttentionItem& item) {
+    const int64_t first = std::max(first_key(seen.first[item.token], seen.end[item.token], window), item.part * PART);
+    const int64_t end = std::min(seen.end[item.token + item.tokens - 1], (item.part + item.parts) * PART);
+    work.items.push_back(item);
+    work.costs.push_back(work.costs.back() + item.tokens * (std::max<int64_t>(0, end - first) + PART / 16));
+  };
+  work.costs = {0};
+  for (const AttentionItem& block : blocks) {
+    if (!work.is_split || block.parts <= 1) {
+      add(block);
+      continue;
+    }
+    for (int64_t part = 0; part < block.parts; ++part) add({block.token, block.tokens, block.part + part, 1});
+  }
+  return work;
+}
+
+}  // namespace
