@@ -29,8 +29,8 @@ from _report import commit, device_name, write_section
 
 from monoblock.config.model import AttentionConfig
 from monoblock.kernels.cpu.processor import processor_name
-from monoblock.nn import attention_context
-from monoblock.nn.attention import Attention
+from monoblock.nn import attention
+from monoblock.nn.attention import BANDED, Attention, prepare
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.masks import mask_from_config
 from monoblock.nn.token_positions import arange_positions
@@ -55,14 +55,14 @@ def run_layer(
 ) -> tuple[float, float]:
     """Run the layer forward and backward on a random input; return the seconds that each takes."""
     if pattern == DENSE:
-        attention_context.BANDED_MIN_QUERIES = sys.maxsize
+        attention.KERNELS = tuple(kernel for kernel in attention.KERNELS if kernel is not BANDED)
     config = AttentionConfig(heads=HEADS, **PATTERNS["window" if pattern == DENSE else pattern])
     layer = Attention(WIDTH, config).to(device, dtype)
     x = torch.randn(1, length, WIDTH, device=device, dtype=dtype, requires_grad=True)
     grad = torch.randn_like(x)
     start = read_clock(device, clock)
     tokens = arange_positions(length, device=x.device)
-    context = AttentionContext(mask_from_config(config).resolve(tokens, tokens)).prepare(x)
+    context = prepare(AttentionContext(mask_from_config(config).resolve(tokens, tokens)), x)
     out = layer(x, context)
     middle = read_clock(device, clock)
     out.backward(grad)

@@ -30,8 +30,9 @@ from monoblock.config.model import (
 )
 from monoblock.config.presets import PRESETS, preset, tiny
 from monoblock.errors import ConfigError
-from monoblock.nn import attention_context
-from monoblock.nn.banded import tile_plan
+from monoblock.nn import flex
+from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.banded import attend_banded, tile_plan
 from monoblock.nn.feedforward import ACTIVATIONS
 from monoblock.nn.masks import mask_from_config
 from monoblock.nn.token_positions import arange_positions
@@ -430,7 +431,7 @@ def test_attention_without_a_kernel_is_never_fused(config):
 
 def test_long_texts_with_a_window_use_flexattention_which_saves_no_mask():
     costs = account(vary(GPT, window=5, context=1024))
-    assert FLEX_FROM == attention_context.FLEX_MIN_QUERIES
+    assert FLEX_FROM == flex.FLEX_MIN_QUERIES
     assert costs.training_bytes(2, FLEX_FROM - 1).attention_matrices == 2 * 2 * (FLEX_FROM - 1) ** 2
     assert costs.training_bytes(2, FLEX_FROM).attention_matrices == 0
 
@@ -520,14 +521,15 @@ SPARSE = {
 @pytest.mark.parametrize("options", SPARSE.values(), ids=list(SPARSE))
 def test_the_tiles_that_are_counted_are_those_that_are_computed(options, length):
     attention, tokens = AttentionConfig(heads=1, **options), arange_positions(length)
-    context = attention_context.AttentionContext(mask_from_config(attention).resolve(tokens, tokens))
-    plan, counted = context.tile_plan(torch.zeros(1)), count_tiles(attention, length)
+    mask, q = mask_from_config(attention).resolve(tokens, tokens), torch.zeros(1)
+    is_used = attention.BANDED.supports(q, q, q, AttentionContext(mask), attention.PLAIN)
+    plan, counted = tile_plan.plan_tiles(mask) if is_used else None, count_tiles(attention, length)
     if plan is None:
-        assert counted is None or context.resolved_mask.kind != "dense"
+        assert counted is None or mask.kind != "dense"
         return
     for name in ("TILE_SIZES", "COPY_COST", "MAX_DENSITY"):
         assert getattr(attention_tiles, name) == getattr(tile_plan, name)
-    assert attention_tiles.BANDED_FROM == attention_context.BANDED_MIN_QUERIES
+    assert attention_tiles.BANDED_FROM == attend_banded.BANDED_MIN_QUERIES
     (chunks,) = plan.rows
     used = sum(
         int((chunk.visible & ~chunk.blind).unflatten(-1, (-1, plan.tile)).any((1, 2, 4)).sum()) for chunk in chunks

@@ -74,7 +74,7 @@ def test_a_draft_whose_modules_need_gradients_off_only_leaves_inference_mode():
 GREEDY_AND_BEAMS = ({}, {"num_beams": 3})
 PATCHES = {
     "Attention.forward": (Attention, "forward", lambda out: 0.2 * out),
-    "Attention.project_qkv": (Attention, "project_qkv", lambda out: (out[0], out[1], -out[2])),
+    "Attention.split_heads": (Attention, "split_heads", lambda out: out.flip(-1)),
     "Block.forward": (Block, "forward", lambda out: out.flip(-1)),
     "FeedForward.forward": (FeedForward, "forward", lambda out: -out),
     "Norm.forward": (Norm, "forward", lambda out: out.roll(1, -1)),
@@ -115,7 +115,7 @@ def test_a_patched_linear_is_not_skipped_by_a_joined_product(monkeypatch):
     attention, seen = model.decoder.blocks[0].attention, []
     forward = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: seen.append(self) or 2 * forward(self, x))
-    assert torch.equal(attention.project_qkv(*[torch.ones(16, 40, 24)] * 2, False)[0], wanted)
+    assert torch.equal(attention.query(torch.ones(16, 40, 24)), wanted)
     model(ids)
     assert attention.query in seen
 

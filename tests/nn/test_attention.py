@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import gradcheck
 
 from monoblock.config.model import AttentionConfig, NormConfig, Rotary
-from monoblock.nn.attention import Attention, attend, attend_fused
+from monoblock.nn.attention import Attention, ScoreOptions, attend, attend_fused
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.masks import causal, everything
 from monoblock.nn.norm import layer_norm, rms_norm
@@ -118,7 +118,7 @@ def test_fused_attention_is_plain_attention(kv_heads, name, biased):
     context, (q, k, v) = build_context(), qkv(kv_heads)
     k, v, bias = k[:, :, :keys], v[:, :, :keys], randn(B, H, T, keys, seed=4) if biased else None
     plain = attend(q, k, v, context.dense_mask(), bias, scale=0.7)
-    assert_near(attend_fused(q, k, v, context, scale=0.7, dropout=0.0, bias=bias), plain)
+    assert_near(attend_fused(q, k, v, context, ScoreOptions(bias, scale=0.7)), plain)
     if name == "padding":
         assert not plain[1].any()
 
@@ -160,7 +160,7 @@ def test_large_sixteen_bit_inputs_give_no_nan(dtype, kv_heads, name):
     q, k, v = (t.mul(6e4 / t.abs().max()).to(dtype) for t in qkv(kv_heads))
     k, v = k[:, :, :keys], v[:, :, :keys]
     plain = attend(q, k, v, context.dense_mask())
-    fused = attend_fused(q, k, v, context, scale=None, dropout=0.0, bias=None)
+    fused = attend_fused(q, k, v, context)
     for out in (plain, fused):
         assert out.dtype == dtype
         assert out.isfinite().all()
@@ -174,7 +174,7 @@ def test_one_query_and_one_key_give_the_value(dtype):
     q, k, v = randn(B, H, 1, K, dtype=dtype), randn(B, H, 1, K, dtype=dtype), randn(B, H, 1, V, dtype=dtype)
     assert torch.equal(attend(q, k, v), v)
     context = AttentionContext(causal.resolve(arange_positions(1), arange_positions(1)))
-    assert torch.equal(attend_fused(q, k, v, context, scale=None, dropout=0.0, bias=None), v)
+    assert torch.equal(attend_fused(q, k, v, context), v)
 
 
 # -- the heads ------------------------------------------------------------------------------------------------------

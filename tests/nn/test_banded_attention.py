@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 from monoblock.config.families import bert, gpt, llama
 from monoblock.config.knobs import vary
 from monoblock.config.model import AttentionConfig
-from monoblock.nn import attention_context
-from monoblock.nn.attention import Attention, attend
+from monoblock.nn import attention
+from monoblock.nn.attention import BANDED, FUSED, Attention, ScoreOptions, attend, choose_kernel, prepare
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.banded.attend_banded import attend_banded
 from monoblock.nn.banded.tile_plan import plan_tiles
@@ -223,19 +223,23 @@ def context_of(mask, length=600):
     return AttentionContext(mask.resolve(arange_positions(length), arange_positions(length)))
 
 
+def kernel_of(context):
+    x = torch.zeros(1, 2, 600, 8)
+    return choose_kernel(x, x, x, context, ScoreOptions(context.bias))
+
+
 def test_it_is_used_if_few_tiles_are_visible_and_the_text_is_long():
-    x = torch.zeros(1)
-    assert context_of(causal & window(100)).tile_plan(x) is not None
-    assert context_of(causal & window(100), length=400).tile_plan(x) is None
-    assert context_of(causal & window(500)).tile_plan(x) is None
+    assert kernel_of(context_of(causal & window(100))) is BANDED
+    assert kernel_of(context_of(causal & window(100), length=400)) is FUSED
+    assert kernel_of(context_of(causal & window(500))) is FUSED
     biased = context_of(causal & window(100))
     biased.bias = torch.zeros(1, 1, 600, 600)
-    assert biased.tile_plan(x) is None
+    assert kernel_of(biased) is FUSED
 
 
 def test_a_mask_that_says_nothing_about_tiles_is_dense():
     even = Mask((MaskTerm("even", lambda q, k: (q.positions - k.positions) % 2 == 0),))
-    assert context_of(even).tile_plan(torch.zeros(1)) is None
+    assert kernel_of(context_of(even)) is FUSED
     tokens = arange_positions(T)
     assert_equal_with_gradients(*inputs(), (even & causal & window(9)).resolve(tokens, tokens))
 
@@ -247,7 +251,7 @@ def test_forward_mode_differentiation_and_vmap_take_the_dense_path():
 
     def run(x):
         tokens = arange_positions(600)
-        return layer(x, AttentionContext(mask_from_config(config).resolve(tokens, tokens)).prepare(x))
+        return layer(x, prepare(AttentionContext(mask_from_config(config).resolve(tokens, tokens)), x))
 
     with torch.no_grad(), forward_ad.dual_level():
         torch.testing.assert_close(torch.vmap(run)(x[None])[0], run(x))
@@ -261,7 +265,7 @@ def test_a_compiled_layer_takes_the_dense_path():
     layer, x, tokens = Attention(8, config), randn(1, 520, 8, dtype=torch.float32), arange_positions(520)
 
     def run(x):
-        return layer(x, AttentionContext(mask_from_config(config).resolve(tokens, tokens)).prepare(x))
+        return layer(x, prepare(AttentionContext(mask_from_config(config).resolve(tokens, tokens)), x))
 
     torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(x), run(x))
 
@@ -287,7 +291,7 @@ def test_a_tap_that_only_reads_does_not_change_a_bit():
 
 
 def dense_only(monkeypatch):
-    monkeypatch.setattr(attention_context, "BANDED_MIN_QUERIES", 1 << 40)
+    monkeypatch.setattr(attention, "KERNELS", [kernel for kernel in attention.KERNELS if kernel is not BANDED])
 
 
 SIZES = {"vocab": 61, "width": 16, "depth": 2, "heads": 4, "context": 700}
@@ -359,7 +363,7 @@ def largest_tensor(length, **options):
     layer, tokens = Attention(8, config), arange_positions(length)
     with LargestTensor() as mode:
         x = torch.zeros(1, length, 8, requires_grad=True)
-        layer(x, AttentionContext(mask_from_config(config).resolve(tokens, tokens)).prepare(x)).sum().backward()
+        layer(x, prepare(AttentionContext(mask_from_config(config).resolve(tokens, tokens)), x)).sum().backward()
     return mode.largest
 
 

@@ -5,8 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from monoblock.config.model import AttentionConfig
-from monoblock.nn.attention_context import RECOMPILE_LIMIT, compile_once
-from monoblock.nn.banded.block_mask import build_block_mask
+from monoblock.nn.flex import RECOMPILE_LIMIT, build_from_tiles, compile_once
 from monoblock.nn.masks import mask_from_config
 from monoblock.nn.token_positions import TokenPositions, arange_positions
 
@@ -36,7 +35,7 @@ def test_the_blocks_are_those_of_flex_attention(name, length):
         flags[0, 0] = True
         tokens = TokenPositions(tokens.positions, prefix_or_global=flags)
     resolved = mask_from_config(config).resolve(tokens, tokens)
-    block_mask = build_block_mask(resolved)
+    block_mask = build_from_tiles(resolved)
     blocks, expected = block_mask.to_dense().bool(), flex_blocks(resolved, 1)
     assert (blocks | ~expected).all(), "a block with visible tokens is missing"
     if name != "random":
@@ -49,7 +48,7 @@ def test_rows_with_padding_have_their_own_blocks():
     valid = torch.arange(length) < lengths[:, None]
     tokens = TokenPositions(torch.arange(length)[None], valid=valid)
     resolved = mask_from_config(AttentionConfig(heads=1, window=100)).resolve(tokens, tokens)
-    blocks, expected = build_block_mask(resolved).to_dense().bool(), flex_blocks(resolved, 3)
+    blocks, expected = build_from_tiles(resolved).to_dense().bool(), flex_blocks(resolved, 3)
     assert (blocks | ~expected).all()
     assert blocks.shape == expected.shape
     assert not blocks[1, 0, :, 2:].any(), "no block of padding only"

@@ -5,7 +5,7 @@ import torch
 from support import assert_bit_equal
 
 from monoblock.config.model import AttentionConfig
-from monoblock.nn.attention import attend, attend_fused
+from monoblock.nn.attention import FUSED, ScoreOptions, attend, attend_fused, choose_kernel
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.masks import (
     causal,
@@ -205,7 +205,7 @@ def test_a_mask_given_as_a_matrix_is_applied_by_the_fused_kernel_too(shape):
     context = AttentionContext(mask_from_matrix(allowed))
     expected = attend(q, k, v, allowed.expand(B, 3, T, S))
     assert torch.equal(context.dense_mask().expand(B, 3, T, S), allowed.expand(B, 3, T, S))
-    out = attend_fused(q, k, v, context.prepare(q), scale=None, dropout=0.0, bias=None)
+    out = attend_fused(q, k, v, context)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
     assert (out[:, :, 0] == 0).all()
-    assert not context.uses_flex(q)
+    assert choose_kernel(q, k, v, context, ScoreOptions()) is FUSED

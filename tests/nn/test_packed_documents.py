@@ -15,9 +15,8 @@ from support import (
 from monoblock.config.families import bert, vaswani
 from monoblock.config.knobs import vary
 from monoblock.errors import InputError
-from monoblock.nn import attention, attention_context
+from monoblock.nn import attention, flex
 from monoblock.nn.attention import attend
-from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.masks import everything
 from monoblock.nn.packed import attend_packed
 from monoblock.nn.packed.documents import DocumentRows, PackedDocuments
@@ -201,8 +200,7 @@ def kernel_calls(request, monkeypatch):
 
     names = frozenset(inspect.signature(request.param).parameters)
     monkeypatch.setattr(attend_packed, "_KERNEL", (kernel, names))
-    monkeypatch.setattr(attention_context, "supports_varlen", lambda x, dtype: True)
-    monkeypatch.setattr(attention, "supports_head_sizes", lambda key_size, value_size: key_size == value_size)
+    monkeypatch.setattr(attention, "supports_varlen", lambda q, v, dtype: q.shape[-1] == v.shape[-1])
     return calls
 
 
@@ -285,9 +283,8 @@ def test_a_block_mask_has_the_padding_of_every_row(monkeypatch):
     """The positions are the same in all rows, the padding is not."""
     q = arange_positions(128)
     k = TokenPositions(q.positions, valid=torch.arange(128) < torch.tensor([[128], [1]]))
-    context = AttentionContext(everything.resolve(q, k))
-    monkeypatch.setattr(attention_context, "compile_once", lambda function: function)
-    assert context.block_mask().shape[0] == 2
+    monkeypatch.setattr(flex, "compile_once", lambda function: function)
+    assert flex.build_block_mask(everything.resolve(q, k)).shape[0] == 2
 
 
 def test_arguments_that_do_not_fit_are_refused():

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from monoblock.config.model import AttentionConfig
 
-BANDED_FROM = 512  # banded attention is used from this many queries on, as in nn/attention_context.py
+BANDED_FROM = 512  # banded attention is used from this many queries on, as in nn/banded/attend_banded.py
 TILE_SIZES = (64, 256)
 COPY_COST = 16
 MAX_DENSITY = 0.5

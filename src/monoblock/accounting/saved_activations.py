@@ -9,7 +9,7 @@ from monoblock.accounting.parameters import attention_linears
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, NormConfig, Rotary
 
 AttentionKernel = Literal["plain", "banded", "flex", "fused"]
-FLEX_FROM = 128  # FlexAttention is used from this many queries on, as in nn/attention_context.py
+FLEX_FROM = 128  # FlexAttention is used from this many queries on, as in nn/flex.py
 
 
 class SavedActivations(NamedTuple):

@@ -59,7 +59,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None)
         resolved = mask_from_matrix(mask != 0)
     else:
         resolved = everything.resolve(*(arange_positions(x.shape[2], device=x.device) for x in (q, k)))
-    return attend_fused(q, k, v, AttentionContext(resolved), scale=None, dropout=0.0, bias=None)
+    return attend_fused(q, k, v, AttentionContext(resolved))
 
 
 # -- conversion -------------------------------------------------------------------------------------------------------

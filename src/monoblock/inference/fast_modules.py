@@ -55,10 +55,9 @@ from monoblock.nn.heads import Head
 from monoblock.nn.kv_cache.beam_cache import SAME_HYPOTHESIS
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.kv_cache.cache_index import CacheWrite
-from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
 from monoblock.nn.linear import Linear
 from monoblock.nn.norm import HALF_DTYPES, Norm
-from monoblock.nn.positions import apply_rotary
 from monoblock.nn.stack import Stack
 from monoblock.nn.tap import Tap
 from monoblock.nn.token_positions import TokenPositions
@@ -236,48 +235,60 @@ class FastAttention(Attention):
         cache_write: CacheWrite | None = None,
     ) -> Activations:
         """Return the output for x, plus a residual (see `multiply`); the other arguments are those of `forward`."""
-        is_cached = isinstance(layer_cache, CrossAttentionCache) and layer_cache.keys is not None
-        q, k, v = self._project(x, memory, is_cached)
+        stored = layer_cache.stored() if isinstance(layer_cache, CrossAttentionCache) else None
+        q, k, v = self._project(x, memory, stored)
         heads: Tensor | Activations
-        if self.uses_row_kernel and supports_row_kernel(self, x.values, context, layer_cache, cache_write):
-            keys_values = self._update_keys_values(k, v, context, layer_cache, cache_write)
-            heads = attend_one_query(self, q, keys_values, context)
-        elif isinstance(layer_cache, LayerCache) and self._supports_step_kernel(q, context, layer_cache):
+        has_row_kernel = self.uses_row_kernel and supports_row_kernel(self, x.values, context, layer_cache, cache_write)
+        if isinstance(layer_cache, LayerCache) and self._supports_step_kernel(q, context, layer_cache):
             heads = self._attend_step(q, k, v, context, layer_cache)
         elif self._supports_beam_kernel(q, context, layer_cache):
             heads = self._attend_beams(q, k, v, context, layer_cache)
         else:
-            heads = self.attend_heads(q, k, v, context, layer_cache=layer_cache, cache_write=cache_write)
+            q = context.rotate(q)
+            if stored is None:
+                k = context.rotate(k)
+            if isinstance(layer_cache, LayerCache):
+                assert cache_write is not None
+                k, v = layer_cache.update(k, v, cache_write)
+            elif layer_cache is not None:
+                layer_cache.fill(k, v)
+            if has_row_kernel:
+                heads = attend_one_query(q, k, v, context, self.config.scale)
+            else:
+                heads = self.attend(q, k, v, context).transpose(1, 2).flatten(2)
         heads = Activations(heads) if isinstance(heads, Tensor) else heads
         return multiply(self.output, heads, residual, next_norm)
 
     def _project(
-        self, x: Activations, memory: Tensor | None, is_cached: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Project x to queries, and x or the memory to keys and values, which are None if they are cached already."""
-        if self.fused is not None and memory is None and not is_cached:
+        self, x: Activations, memory: Tensor | None, stored: KeyValues | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries of x, and keys and values of x or of the memory, in heads and not rotated.
+
+        Keys and values of the memory that are stored already are returned as they are.
+        """
+        H, G = self.config.heads, self.config.num_kv_heads
+        if self.fused is not None and memory is None and stored is None:
             q, k, v = self.fused(x).split(self.fused.sizes, -1)
-            return q, k, v
-        query = multiply(self.query, x).values
-        if is_cached:
-            return query, None, None
-        source = x if memory is None else Activations(memory)
-        return query, multiply(self.key, source).values, multiply(self.value, source).values
+        else:
+            q = multiply(self.query, x).values
+            if stored is not None:
+                return self.split_heads(q, H, self.query_norm), *stored
+            source = x if memory is None else Activations(memory)
+            k, v = multiply(self.key, source).values, multiply(self.value, source).values
+        return self.split_heads(q, H, self.query_norm), self.split_heads(k, G, self.key_norm), self.split_heads(v, G)
 
     def _attend_step(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, context: AttentionContext, layer_cache: LayerCache
+        self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, layer_cache: LayerCache
     ) -> Activations:
-        """Attend with one token per row, q (B, 1, H K); one kernel rotates, writes the cache and attends."""
-        assert k is not None
-        assert v is not None
+        """Attend with one token per row, q (B, H, 1, K); one kernel rotates, writes the cache and attends."""
         assert layer_cache.keys is not None
         assert layer_cache.values is not None
         assert context.cached_lengths is not None
         angles = context.rotary_angles
         return attend_step(
-            self._split_heads(q, self.config.heads, self.query_norm),
-            self._split_heads(k, self.config.num_kv_heads, self.key_norm),
-            self._split_heads(v, self.config.num_kv_heads),
+            q,
+            k,
+            v,
             layer_cache.keys,
             layer_cache.values,
             context.cached_lengths,
@@ -305,40 +316,35 @@ class FastAttention(Attention):
     def _supports_beam_kernel(
         self, q: Tensor, context: AttentionContext, layer_cache: LayerCache | CrossAttentionCache | None
     ) -> bool:
-        """Return whether there is a kernel for the beams q (S, n, H K) of S searches: what they see is simple."""
+        """Return whether there is a kernel for the beams q (S, H, n, K) of S searches: what they see is simple."""
         if layer_cache is None or layer_cache.keys is None or layer_cache.values is None:
             return False
         resolved, is_cross = context.resolved_mask, isinstance(layer_cache, CrossAttentionCache)
-        if resolved.matrix is not None or (context.beams is None) != is_cross or q.shape[1] == 1:
+        if resolved.matrix is not None or (context.beams is None) != is_cross or q.shape[2] == 1:
             return False
         names = {term.name for term in resolved.mask.terms}
         is_simple = not names if is_cross else names <= {"causal", SAME_HYPOTHESIS} and resolved.k.valid is None
         (rows, groups, _, size), value_size = layer_cache.keys.shape, layer_cache.values.shape[-1]
         is_simple = is_simple and rows == q.shape[0] and size == value_size and self._is_plain(context)
-        return is_simple and supports_beams(q, size, q.shape[1] * self.config.heads // groups)
+        return is_simple and supports_beams(q, size, q.shape[2] * self.config.heads // groups)
 
     def _attend_beams(
         self,
         q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
+        k: Tensor,
+        v: Tensor,
         context: AttentionContext,
         layer_cache: LayerCache | CrossAttentionCache | None,
     ) -> Tensor:
-        """Attend from the beams q (S, n, H K) to their hypotheses, or to the cached source; the result is the same."""
+        """Attend from the beams q (S, H, n, K) to their hypotheses, or to the cached source: (S, n, H K)."""
         assert layer_cache is not None
         keys, values, scale = layer_cache.keys, layer_cache.values, self.config.scale
         assert keys is not None
         assert values is not None
-        q = self._split_heads(q, self.config.heads, self.query_norm)
-        angles = context.rotary_angles
-        q = q if angles is None else apply_rotary(q, angles)
-        if context.beams is None or k is None or v is None:
+        q = context.rotate(q)
+        if context.beams is None:
             return attend_source(q, keys, values, context.resolved_mask.k.valid, scale=scale)
-        k = self._split_heads(k, self.config.num_kv_heads, self.key_norm)
-        k = k if angles is None else apply_rotary(k, angles)
-        v = self._split_heads(v, self.config.num_kv_heads)
-        return attend_beams(q, k, v, keys, values, *context.beams, scale=scale)
+        return attend_beams(q, context.rotate(k), v, keys, values, *context.beams, scale=scale)
 
 
 # -- block, stack and head ------------------------------------------------------------------------------------------

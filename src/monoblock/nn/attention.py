@@ -1,14 +1,15 @@
 """Scaled dot-product attention, and multi-head self- and cross-attention built on it (MHA, GQA and MQA).
 
-`attend` computes equation 1 of Vaswani et al. (2017) step by step.  `attend_fused` computes the same with a fused
-kernel, `attend_banded` (nn/banded) only over the tiles of a sparse mask that are not empty, and `attend_varlen`
-(nn/packed) only within packed documents.
+`attend` computes equation 1 of Vaswani et al. (2017) step by step.  `KERNELS` is the table of the faster ways to
+compute it, each with its condition; `attend_fast` takes the first that can be used.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +17,17 @@ from torch import Tensor, nn
 
 from monoblock.config.model import AttentionConfig, Buckets
 from monoblock.kernels.cpu.autograd import attend_causal, supports_causal_attention
-from monoblock.nn.attention_context import AttentionContext, compile_once
-from monoblock.nn.banded.attend_banded import attend_banded
+from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.banded.attend_banded import attend_banded, supports_banded
+from monoblock.nn.banded.tile_plan import plan_tiles
+from monoblock.nn.flex import attend_flex, build_block_mask, supports_flex
 from monoblock.nn.kv_cache.cache_index import CacheWrite
-from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
+from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
 from monoblock.nn.linear import Linear, autocast_dtype
 from monoblock.nn.norm import HALF_DTYPES, Norm
-from monoblock.nn.packed.attend_packed import attend_varlen, supports_head_sizes
-from monoblock.nn.positions import apply_rotary, bucket_bias
+from monoblock.nn.packed.attend_packed import attend_varlen, supports_varlen
+from monoblock.nn.packed.documents import DocumentRows, PackedDocuments
+from monoblock.nn.positions import bucket_bias
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 
 
@@ -72,64 +76,6 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
 
-def supports_flex(q: Tensor, v: Tensor, context: AttentionContext, *, dropout: float, bias: Tensor | None) -> bool:
-    """Return whether `attend_flex` can be used and is worth its setup."""
-    return bias is None and dropout == 0.0 and 16 <= q.shape[-1] == v.shape[-1] and context.uses_flex(q)
-
-
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, *, scale: float | None) -> Tensor:
-    """Compute `attend` with FlexAttention (Dong et al. 2024), which skips masked blocks and stores no scores."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    run: Any = flex_attention if torch.compiler.is_compiling() else compile_once(flex_attention)
-    return run(q, k, v, block_mask=context.block_mask(), scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def attend_fused(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: AttentionContext,
-    *,
-    scale: float | None,
-    dropout: float,
-    bias: Tensor | None,
-) -> Tensor:
-    """Compute `attend` with one fused kernel.
-
-    The result of a fused kernel is undefined for a query that sees no key.  Such a query is shown every key, and its
-    output is set to zero afterwards.
-    """
-    if supports_flex(q, v, context, dropout=dropout, bias=bias):
-        return attend_flex(q, k, v, context, scale=scale)
-    mask, blind = context.fused_mask(bias, q.dtype)
-    causal = mask is None and context.resolved_mask.kind == "causal"
-    if causal and dropout == 0.0 and supports_causal_attention(q, k, v):
-        return attend_causal(q, k, v, scale)
-    gqa = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa
-    )
-    return out if blind is None else out.masked_fill(blind, 0)
-
-
-def fold_beams(q: Tensor, num_sources: int) -> Tensor:
-    """Reshape the queries of n beams per source from (B·n, H, T, K) to (B, H, n·T, K), where B is `num_sources`.
-
-    Beams of the same source attend to the same keys, which then need not be repeated for each beam.
-    """
-    if q.shape[0] == num_sources:
-        return q
-    return q.unflatten(0, (num_sources, -1)).transpose(1, 2).flatten(2, 3)
-
-
-def unfold_beams(heads: Tensor, num_rows: int) -> Tensor:
-    """Undo `fold_beams`: reshape the output of attention from (B, H, n·T, K) to (B·n, H, T, K); B·n is `num_rows`."""
-    if heads.shape[0] == num_rows:
-        return heads
-    return heads.unflatten(2, (num_rows // heads.shape[0], -1)).transpose(1, 2).flatten(0, 1)
-
-
 def select_kept_heads(bias: Tensor, config: AttentionConfig) -> Tensor:
     """Select the heads that head pruning has kept from a bias (B, unpruned heads, T, S); the result is (B, H, T, S)."""
     return bias[:, list(config.kept_heads)] if config.kept_heads else bias
@@ -175,36 +121,26 @@ class Attention(nn.Module):
 
         The output has the shape of x.
         """
-        is_cached = isinstance(layer_cache, CrossAttentionCache) and layer_cache.keys is not None
-        projected = self.project_qkv(x, x if memory is None else memory, is_cached)
-        heads = self.attend_heads(*projected, context, layer_cache=layer_cache, cache_write=cache_write, tap=tap)
-        return self.output(heads)
-
-    def attend_heads(
-        self,
-        queries: Tensor,
-        new_keys: Tensor | None,
-        new_values: Tensor | None,
-        context: AttentionContext,
-        *,
-        layer_cache: LayerCache | CrossAttentionCache | None = None,
-        cache_write: CacheWrite | None = None,
-        tap: Tap | None = None,
-    ) -> Tensor:
-        """Attend from what `project_qkv` returns; the output (B, T, H * value size) has the heads side by side."""
-        q = self._split_heads(queries, self.config.heads, self.query_norm)
-        if context.rotary_angles is not None:
-            q = apply_rotary(q, context.rotary_angles)
-        keys, values = self._update_keys_values(new_keys, new_values, context, layer_cache, cache_write)
-        q, keys, values = apply_tap(tap, "query", q), apply_tap(tap, "key", keys), apply_tap(tap, "value", values)
-        if context.packed is not None:
-            out = self._attend_packed(q, keys, values, context, tap)
+        H, G = self.config.heads, self.config.num_kv_heads
+        x = x.to(autocast_dtype(x))  # once, else each product would keep a copy
+        q = context.rotate(self.split_heads(self.query(x), H, self.query_norm))  # (B, H, T, K)
+        stored = layer_cache.stored() if isinstance(layer_cache, CrossAttentionCache) else None
+        if stored is not None:
+            k, v = stored
         else:
-            rows, q = q.shape[0], fold_beams(q, keys.shape[0])
-            out = unfold_beams(self._attend(q, keys, values, context, tap), rows)  # (B, H, T, value size)
-        return apply_tap(tap, "heads", out).transpose(1, 2).flatten(2)
+            source = x if memory is None else memory
+            k = context.rotate(self.split_heads(self.key(source), G, self.key_norm))  # (B, G, S, K)
+            v = self.split_heads(self.value(source), G)
+            if isinstance(layer_cache, CrossAttentionCache):
+                layer_cache.fill(k, v)
+            elif layer_cache is not None:
+                assert cache_write is not None
+                k, v = layer_cache.update(k, v, cache_write)
+        q, k, v = apply_tap(tap, "query", q), apply_tap(tap, "key", k), apply_tap(tap, "value", v)
+        heads = apply_tap(tap, "heads", self.attend(q, k, v, context, tap))  # (B, H, T, value size)
+        return self.output(heads.transpose(1, 2).flatten(2))
 
-    def _split_heads(self, x: Tensor, heads: int, norm: Norm | None = None) -> Tensor:
+    def split_heads(self, x: Tensor, heads: int, norm: Norm | None = None) -> Tensor:
         """Split x (B, T, heads * size) into heads (B, heads, T, size), clamped and normalized if so configured."""
         if self.config.clip is not None:
             x = x.clamp(-self.config.clip, self.config.clip)
@@ -215,93 +151,179 @@ class Attention(nn.Module):
             x = norm(x)
         return x.transpose(1, 2)
 
-    def project_qkv(self, x: Tensor, source: Tensor, is_cached: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Project x to queries, and `source` to keys and values, which are None if they are cached already."""
-        if is_cached:
-            return self.query(x), None, None
-        if source is x:
-            x = source = x.to(autocast_dtype(x))  # once, else each product would keep a copy
-        return self.query(x), self.key(source), self.value(source)
-
-    def _update_keys_values(
-        self,
-        new_keys: Tensor | None,
-        new_values: Tensor | None,
-        context: AttentionContext,
-        layer_cache: LayerCache | CrossAttentionCache | None,
-        cache_write: CacheWrite | None,
-    ) -> KeyValues:
-        """Split new keys and values into heads, rotate the keys, and write both to the cache.
-
-        Return all keys and values that the queries may see.  If the new ones are None, all of them are cached already.
-        """
-        if new_keys is None or new_values is None:
-            assert isinstance(layer_cache, CrossAttentionCache)
-            assert layer_cache.keys is not None
-            assert layer_cache.values is not None
-            return KeyValues(layer_cache.keys, layer_cache.values)
-        keys = self._split_heads(new_keys, self.config.num_kv_heads, self.key_norm)
-        values = self._split_heads(new_values, self.config.num_kv_heads)
-        if context.rotary_angles is not None:
-            keys = apply_rotary(keys, context.rotary_angles)
-        if isinstance(layer_cache, CrossAttentionCache):
-            return layer_cache.fill(keys, values)
-        if isinstance(layer_cache, LayerCache):
-            assert cache_write is not None
-            return layer_cache.update(keys, values, cache_write)
-        return KeyValues(keys, values)
-
-    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, tap: Tap | None) -> Tensor:
-        """Attend within packed documents: with the kernel for variable lengths or, if it cannot be used, as rows.
-
-        The shapes are q (1, H, T, K), k (1, G, S, K), v (1, G, S, *) and the output (1, H, T, *).
-        """
-        assert context.packed is not None
-        config = self.config
-        is_plain = config.softcap is None and self.sinks is None and self.position_bias is None
-        is_plain = is_plain and not (config.dropout and self.training)
-        is_read = any(tap_wants(tap, name) for name in ("scores", "weights"))
-        has_kernel = is_plain and not is_read and supports_head_sizes(q.shape[-1], v.shape[-1])
-        if has_kernel and context.uses_varlen(q):
-            causal, dtype = len(context.resolved_mask.mask.terms) > 0, autocast_dtype(q)
-            return attend_varlen(q, k, v, *context.packed, causal=causal, scale=config.scale, dtype=dtype)
-        q_rows, k_rows = context.document_rows()
-        q, k, v = (
-            rows.to_rows(t.squeeze(0).transpose(0, 1)).transpose(1, 2)
-            for rows, t in ((q_rows, q), (k_rows, k), (k_rows, v))
-        )
-        out = self._attend(q, k, v, context, tap)  # (documents, H, length, value size)
-        return q_rows.from_rows(out.transpose(1, 2)).transpose(0, 1)[None]
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, tap: Tap | None) -> Tensor:
-        config = self.config
-        bias = context.bias if self.position_bias is None else self._layer_position_bias(context)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, tap: Tap | None = None) -> Tensor:
+        """Attend with the scale, soft cap, sinks, dropout and position bias of this block."""
+        config, bias, positions = self.config, context.bias, context.resolved_mask
+        if self.position_bias is not None:
+            assert isinstance(config.positions, Buckets)
+            q_positions, k_positions, is_full = positions.q.positions, positions.k.positions, config.mask == "full"
+            bias = bucket_bias(config.positions, self.position_bias, q_positions, k_positions, bidirectional=is_full)
+            bias = select_kept_heads(bias, config)
         dropout = config.dropout if self.training else 0.0
-        wanted = [name for name in ("scores", "weights") if tap_wants(tap, name)]
-        is_plain = config.softcap is None and self.sinks is None
-        uses_flex = is_plain and supports_flex(q, v, context, dropout=dropout, bias=bias)
-        plan = None if bias is not None or uses_flex else context.tile_plan(q)
-        has_kernel = is_plain or plan is not None
-        scale, softcap, sinks = config.scale, config.softcap, self.sinks
-        if wanted or not has_kernel:
-            mask = context.dense_mask()
-            out = attend(q, k, v, mask, bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, tap=tap)
-            if not has_kernel or dropout > 0 or any(tap_changes(tap, name) for name in wanted):
-                return out  # else the tap only reads: the output is that of the kernel, as without a tap
-        if plan is not None:
-            return attend_banded(q, k, v, plan, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
-        return attend_fused(q, k, v, context, scale=scale, dropout=dropout, bias=bias)
+        options = ScoreOptions(bias, config.scale, config.softcap, self.sinks, dropout)
+        return attend_fast(q, k, v, context, options, tap)
 
-    def _layer_position_bias(self, context: AttentionContext) -> Tensor:
-        """Return the relative-position bias (B, H, T, S) from this block's own embedding."""
-        assert isinstance(self.config.positions, Buckets)
-        assert self.position_bias is not None
-        mask = context.resolved_mask
-        bias = bucket_bias(
-            self.config.positions,
-            self.position_bias,
-            mask.q.positions,
-            mask.k.positions,
-            bidirectional=self.config.mask == "full",
-        )
-        return select_kept_heads(bias, self.config)
+
+# -- kernels --------------------------------------------------------------------------------------------------------
+
+
+class ScoreOptions(NamedTuple):
+    """How scores become weights, besides the mask; the arguments of `attend`."""
+
+    bias: Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether weights are the softmax of the scaled scores."""
+        return self.bias is None and self.softcap is None and self.sinks is None and self.dropout == 0.0
+
+
+PLAIN = ScoreOptions()
+
+
+class Kernel(NamedTuple):
+    """A faster way to compute `attend`: both functions are called with (q, k, v, context, options)."""
+
+    supports: Callable[[Tensor, Tensor, Tensor, AttentionContext, ScoreOptions], bool]
+    attend: Callable[[Tensor, Tensor, Tensor, AttentionContext, ScoreOptions], Tensor]
+
+
+def attend_fast(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: AttentionContext,
+    options: ScoreOptions = PLAIN,
+    tap: Tap | None = None,
+) -> Tensor:
+    """Compute `attend` with the first kernel that can, else step by step.
+
+    If k and v have fewer rows than q, rows of q in succession read the same keys, as the beams of one source do.
+    """
+    wanted = [name for name in ("scores", "weights") if tap_wants(tap, name)]
+    if context.packed is not None and (wanted or not VARLEN.supports(q, k, v, context, options)):
+        return _attend_documents(q, k, v, context, options, tap)
+    if q.shape[0] != k.shape[0]:  # one row of queries for each row of keys, which need not be repeated then
+        beams = q.shape[0] // k.shape[0]
+        q = q.unflatten(0, (-1, beams)).transpose(1, 2).flatten(2, 3)
+        out = attend_fast(q, k, v, context, options, tap)
+        return out.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
+    kernel = choose_kernel(q, k, v, context, options)
+    if wanted or kernel is None:
+        out = attend(q, k, v, context.dense_mask(), **options._asdict(), tap=tap)
+        if kernel is None or options.dropout > 0 or any(tap_changes(tap, name) for name in wanted):
+            return out  # else the tap only reads: the output is that of the kernel, as without a tap
+    return kernel.attend(q, k, v, context, options)
+
+
+def choose_kernel(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> Kernel | None:
+    """Return the first kernel of the table that can compute `attend` for these arguments."""
+    for kernel in KERNELS:
+        if kernel.supports(q, k, v, context, options):
+            return kernel
+    return None
+
+
+def prepare(context: AttentionContext, x: Tensor) -> AttentionContext:
+    """Compute what the kernel will read of mask and bias, and return the context.
+
+    This is done before the blocks run on x (B, T, D), so that activation checkpointing does not compute it again.
+    """
+    if context.bias is not None or context.resolved_mask.kind == "dense":
+        heads = x[:, None, :, :16]  # of a size that all kernels support
+        kernel = choose_kernel(heads, heads, heads, context, ScoreOptions(context.bias))
+        if kernel is FLEX:
+            context.once(build_block_mask, context.resolved_mask)
+        elif kernel is FUSED:
+            context.fused_mask(context.bias, autocast_dtype(x))
+    return context
+
+
+def _attend_documents(
+    q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions, tap: Tap | None
+) -> Tensor:
+    """Attend within packed documents, q (1, H, T, K), as rows padded to equal length, one for each document."""
+    q_rows, k_rows = context.once(_document_rows, context.packed)
+    q, k, v = (
+        rows.to_rows(t.squeeze(0).transpose(0, 1)).transpose(1, 2)
+        for rows, t in ((q_rows, q), (k_rows, k), (k_rows, v))
+    )
+    out = attend_fast(q, k, v, replace(context, packed=None), options, tap)  # (documents, H, length, value size)
+    return q_rows.from_rows(out.transpose(1, 2)).transpose(0, 1)[None]
+
+
+def _document_rows(packed: tuple[PackedDocuments, PackedDocuments]) -> tuple[DocumentRows, DocumentRows]:
+    q_rows = DocumentRows(packed[0])
+    return q_rows, q_rows if packed[1] is packed[0] else DocumentRows(packed[1])
+
+
+# -- the table ------------------------------------------------------------------------------------------------------
+
+
+def _supports_varlen(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> bool:
+    """Packed documents whose tokens see all tokens of their document, or those before, on a GPU in 16 bits."""
+    mask = context.resolved_mask
+    is_simple = mask.matrix is None and all(term.name == "causal" for term in mask.mask.terms)
+    return context.packed is not None and is_simple and options.is_plain and supports_varlen(q, v, autocast_dtype(q))
+
+
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> Tensor:
+    assert context.packed is not None
+    causal, dtype = len(context.resolved_mask.mask.terms) > 0, autocast_dtype(q)
+    return attend_varlen(q, k, v, *context.packed, causal=causal, scale=options.scale, dtype=dtype)
+
+
+def _supports_flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> bool:
+    """Many queries on a GPU, with a mask that is computed from positions."""
+    return options.is_plain and supports_flex(q, v, context.resolved_mask)
+
+
+def _attend_flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> Tensor:
+    return attend_flex(q, k, v, context.once(build_block_mask, context.resolved_mask), options.scale)
+
+
+def _supports_banded(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> bool:
+    """Many queries on a CPU, most of whose tiles are empty in a mask that is computed from positions."""
+    mask = context.resolved_mask
+    return options.bias is None and supports_banded(q, mask) and context.once(plan_tiles, mask) is not None
+
+
+def _attend_banded(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> Tensor:
+    plan, (_, scale, softcap, sinks, dropout) = context.once(plan_tiles, context.resolved_mask), options
+    return attend_banded(q, k, v, plan, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
+
+
+def _supports_causal(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> bool:
+    """A causal mask in training on a CPU, in fp32."""
+    return context.resolved_mask.kind == "causal" and options.is_plain and supports_causal_attention(q, k, v)
+
+
+def _attend_causal(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> Tensor:
+    return attend_causal(q, k, v, options.scale)
+
+
+def _supports_fused(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> bool:
+    """No soft cap and no sinks."""
+    return options.softcap is None and options.sinks is None
+
+
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions = PLAIN) -> Tensor:
+    """Compute `attend` with torch's scaled_dot_product_attention."""
+    mask, blind = context.fused_mask(options.bias, q.dtype)
+    causal, gqa = mask is None and context.resolved_mask.kind == "causal", q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=options.dropout, is_causal=causal, scale=options.scale, enable_gqa=gqa
+    )
+    return out if blind is None else out.masked_fill(blind, 0)
+
+
+VARLEN = Kernel(_supports_varlen, _attend_varlen)
+FLEX = Kernel(_supports_flex, _attend_flex)
+BANDED = Kernel(_supports_banded, _attend_banded)
+CAUSAL = Kernel(_supports_causal, _attend_causal)
+FUSED = Kernel(_supports_fused, attend_fused)
+KERNELS = (VARLEN, FLEX, BANDED, CAUSAL, FUSED)  # the first that supports the arguments is used

@@ -22,8 +22,8 @@ from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
 from monoblock.nn.kv_cache.linear_state import LinearLayerCache, LinearState
+from monoblock.nn.linear import autocast_dtype
 from monoblock.nn.norm import HALF_DTYPES
-from monoblock.nn.positions import apply_rotary
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 
 CHUNK = 64  # number of tokens in a chunk of the causal pass
@@ -184,13 +184,11 @@ class LinearAttention(Attention):
     ) -> Tensor:
         """Attend from x (B, T, D) to x and to the tokens that the cache has summed; the output has the shape of x."""
         assert memory is None
-        projected, new_keys, new_values = self.project_qkv(x, x, False)
-        assert new_keys is not None
-        assert new_values is not None
-        heads = self.config.num_kv_heads
-        q = apply_tap(tap, "query", self._split_heads(projected, self.config.heads, self.query_norm))
-        k = apply_tap(tap, "key", self._split_heads(new_keys, heads, self.key_norm))
-        v = apply_tap(tap, "value", self._split_heads(new_values, heads))
+        H, G = self.config.heads, self.config.num_kv_heads
+        x = x.to(autocast_dtype(x))
+        q = apply_tap(tap, "query", self.split_heads(self.query(x), H, self.query_norm))
+        k = apply_tap(tap, "key", self.split_heads(self.key(x), G, self.key_norm))
+        v = apply_tap(tap, "value", self.split_heads(self.value(x), G))
         with _full_precision(x):
             out = self._attend_features(q, k, v, context, layer_cache, cache_write, tap)
         out = apply_tap(tap, "heads", out.to(v.dtype)).transpose(1, 2).flatten(2)
@@ -228,9 +226,7 @@ class LinearAttention(Attention):
         features = feature_map(x)
         if valid is not None:
             features = features * valid[:, None, :, None].to(features.dtype)
-        if context.rotary_angles is None:
-            return Features(features, features)
-        return Features(apply_rotary(features, context.rotary_angles), features)
+        return Features(context.rotate(features), features)
 
 
 def compute_weights(q: Features, k: Features, mask: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary, Stac
 from monoblock.config.parts import CheckpointMode
 from monoblock.kernels.fp8_linear import is_fp8_training, sizes_fit
 from monoblock.nn.activation_checkpointing import run_checkpointed
-from monoblock.nn.attention import Attention, select_kept_heads
+from monoblock.nn.attention import Attention, prepare, select_kept_heads
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
 from monoblock.nn.feedforward import FeedForward
@@ -178,11 +178,10 @@ class Stack(nn.Module):
             return None
         if cache is not None and cache.rows_per_source > 1:
             q = TokenPositions(q.positions[:, :1])
-        if q.packed is not None and memory_positions.packed is not None:
-            context = AttentionContext(everything.resolve(q.as_rows(padding=False), memory_positions.as_rows()))
-            context.packed = q.packed, memory_positions.packed
-            return context.prepare(x)
-        return AttentionContext(same_document.resolve(q, memory_positions)).prepare(x)
+        if q.packed is None or memory_positions.packed is None:
+            return prepare(AttentionContext(same_document.resolve(q, memory_positions)), x)
+        mask = everything.resolve(q.as_rows(padding=False), memory_positions.as_rows())
+        return prepare(AttentionContext(mask, packed=(q.packed, memory_positions.packed)), x)
 
     def _attention_context(
         self, config_index: int, q: TokenPositions, cache_write: CacheWrite | None, x: Tensor
@@ -211,10 +210,10 @@ class Stack(nn.Module):
             is_full, embedding = config.mask == "full", self.position_bias
             bias = bucket_bias(positions, embedding, q.positions, k.positions, bidirectional=is_full)
             context.bias = select_kept_heads(bias, config)
-        # `attend` and the kernels for a token or for beams may not need what `prepare` computes for `attend_fused`.
+        # `attend` and the kernels for a token or for beams may not need what `prepare` computes.
         is_lazy = config.softcap is not None or config.sinks or config.kind == "linear"
         is_lazy = is_lazy or context.cached_lengths is not None or context.beams is not None
-        return context if is_lazy else context.prepare(x)
+        return context if is_lazy else prepare(context, x)
 
 
 def _block_order(config: StackConfig) -> list[int]:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from monoblock.config.model import EmbeddingConfig
 from monoblock.doctor.faults.fault import Fault, Patient
 from monoblock.nn.attention_context import AttentionContext
-from monoblock.nn.kv_cache.layer_cache import LayerCache
+from monoblock.nn.kv_cache.cache_index import CacheWrite
+from monoblock.nn.kv_cache.layer_cache import KeyValues, LayerCache
 from monoblock.nn.masks import Mask, MaskTerm, causal, same_document, window
 from monoblock.nn.norm import Norm
-from monoblock.nn.positions import apply_rotary
+from monoblock.nn.positions import RotaryAngles, apply_rotary
 from monoblock.nn.stack import Stack
 
 
@@ -59,7 +60,7 @@ def _replace_attention(
         own = attention.config.scale or attention.config.key_size(patient.model.config.width) ** -0.5
 
         def attend(
-            q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, tap: Any, *, factor: float = scale or own
+            q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, tap: Any = None, *, factor: float = scale or own
         ) -> Tensor:
             if rotate and context.rotary_angles is not None and q.shape[2] == k.shape[2]:
                 q, k = apply_rotary(q, context.rotary_angles), apply_rotary(k, context.rotary_angles)
@@ -77,7 +78,7 @@ def _replace_attention(
             out = weights.to(v.dtype) @ v
             return out if merge else out.reshape(out.transpose(1, 2).shape).transpose(1, 2)
 
-        attention._attend = attend
+        attention.attend = attend
 
 
 def _no_causal_mask(patient: Patient) -> None:
@@ -185,21 +186,25 @@ def _cache_padding_position(patient: Patient) -> None:
 
 def _cache_unrotated_keys(patient: Patient) -> None:
     for block in patient.blocks:
-        attention = block.attention
 
-        def update(
-            keys: Any,
-            values: Any,
-            context: Any,
-            layer_cache: Any,
-            write: Any,
-            original: Any = attention._update_keys_values,
+        def forward(
+            x: Tensor, context: Any, *, layer_cache: Any = None, original: Any = block.attention.forward, **options: Any
         ) -> Any:
-            if isinstance(layer_cache, LayerCache):
-                context = AttentionContext(context.resolved_mask, context.bias)
-            return original(keys, values, context, layer_cache, write)
+            if layer_cache is not None:
+                layer_cache = _UnrotatedCache(layer_cache, context.rotary_angles)
+            return original(x, context, layer_cache=layer_cache, **options)
 
-        attention._update_keys_values = update
+        block.attention.forward = forward
+
+
+class _UnrotatedCache:
+    """A cache of a layer that undoes the rotation of keys."""
+
+    def __init__(self, layer_cache: LayerCache, angles: RotaryAngles) -> None:
+        self.layer_cache, self.back = layer_cache, angles._replace(sin=-angles.sin)
+
+    def update(self, keys: Tensor, values: Tensor, write: CacheWrite) -> KeyValues:
+        return self.layer_cache.update(apply_rotary(keys, self.back), values, write)
 
 
 def _cache_of_another_layer(patient: Patient) -> None:

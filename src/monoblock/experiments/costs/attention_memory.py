@@ -71,7 +71,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
 
 
 def _attend(arm: str, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-    return attend(q, k, v) if arm == "plain" else attend_fused(q, k, v, context, scale=None, dropout=0.0, bias=None)
+    return attend(q, k, v) if arm == "plain" else attend_fused(q, k, v, context)
 
 
 def _backward(forward: Callable[[], Tensor]) -> None:

@@ -8,8 +8,7 @@ from torch import Tensor
 from monoblock.nn.attention import Attention
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.kv_cache.cache_index import CacheWrite
-from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
-from monoblock.nn.positions import apply_rotary
+from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
 
 
 def supports_row_kernel(
@@ -38,16 +37,11 @@ def supports_row_kernel(
     return not has_bias and attention.config.softcap is None and attention.sinks is None
 
 
-def attend_one_query(attention: Attention, queries: Tensor, key_values: KeyValues, context: AttentionContext) -> Tensor:
-    """Return softmax(scale · q kᵀ) v for one query per row, with the heads concatenated.
+def attend_one_query(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, scale: float | None) -> Tensor:
+    """Return softmax(scale · q kᵀ) v for one query per row, q (B, H, 1, K), with the heads concatenated: (B, 1, H · K).
 
-    queries: the projected queries (B, 1, H · K), without rotary positions.
-    The result has shape (B, 1, H · K).
+    It has fewer rows of keys than of queries if those in succession read the same keys.
     """
-    config = attention.config
-    q = attention._split_heads(queries, config.heads, attention.query_norm)
-    if context.rotary_angles is not None:
-        q = apply_rotary(q, context.rotary_angles)
     mask = context.dense_mask() if context.resolved_mask.kind == "dense" else None
-    scale = config.scale if config.scale is not None else q.shape[-1] ** -0.5
-    return torch.ops.monoblock.attend_one_query(q, key_values.keys, key_values.values, mask=mask, scale=scale)
+    scale = scale if scale is not None else q.shape[-1] ** -0.5
+    return torch.ops.monoblock.attend_one_query(q, k, v, mask=mask, scale=scale)

@@ -242,8 +242,8 @@ def _position_table(embedding: Embedding, count: int, width: int) -> Tensor | No
 def _source_keys_values(attention: Attention, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cross-attention keys and values (B, G, S, K) of encoded sources (B, S, D)."""
     groups = attention.config.num_kv_heads
-    keys = attention._split_heads(attention.key(memory), groups, attention.key_norm)
-    return keys, attention._split_heads(attention.value(memory), groups)
+    keys = attention.split_heads(attention.key(memory), groups, attention.key_norm)
+    return keys, attention.split_heads(attention.value(memory), groups)
 
 
 def _copy_beams(batch: Any, index: int, search: BeamSearch) -> None:

@@ -16,15 +16,20 @@ from torch.autograd.function import once_differentiable
 
 from monoblock.nn.banded.chunk_kernels import ChunkOptions, attend_chunk, attend_chunk_backward
 from monoblock.nn.banded.tile_plan import TileChunk, TilePlan
+from monoblock.nn.masks import ResolvedMask
 from monoblock.nn.norm import HALF_DTYPES
 
+BANDED_MIN_QUERIES = 512  # with fewer queries, a dense mask is as fast
 
-def supports_banded(x: Tensor) -> bool:
-    """Return whether `attend_banded` can run now: on plain CPU tensors, without tracing, compilation or torch.func.
+
+def supports_banded(q: Tensor, mask: ResolvedMask) -> bool:
+    """Return whether `attend_banded` can run now, on many queries: on plain CPU tensors, and not traced or compiled.
 
     Its plan depends on the values of tensors, which cannot be traced. It has not been tested on GPUs.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor or x.device.type != "cpu":
+    if mask.kind != "dense" or mask.matrix is not None or mask.q.length < BANDED_MIN_QUERIES:
+        return False
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(q) is not Tensor or q.device.type != "cpu":
         return False
     return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
 

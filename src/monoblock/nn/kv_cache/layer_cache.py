@@ -77,6 +77,8 @@ class LayerCache(KeyValueStore):
 class CrossAttentionCache(KeyValueStore):
     """Keys and values of the source in cross-attention, computed on the first pass."""
 
-    def fill(self, keys: Tensor, values: Tensor) -> KeyValues:
+    def fill(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
-        return KeyValues(keys, values)
+
+    def stored(self) -> KeyValues | None:
+        return None if self.keys is None or self.values is None else KeyValues(self.keys, self.values)

@@ -31,18 +31,15 @@ def _find_kernel() -> tuple[Callable[..., Any], frozenset[str]] | None:
 _KERNEL = _find_kernel() if torch.version.cuda is not None else None  # looked up outside of compiled code
 
 
-def supports_varlen(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether this device has the kernel, for inputs on the device of x that are computed in this dtype."""
-    return _KERNEL is not None and x.is_cuda and dtype in HALF_DTYPES and _has_capability(x.device)
+def supports_varlen(q: Tensor, v: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether this device has the kernel, for heads of these sizes that are computed in this dtype."""
+    fits = q.shape[-1] == v.shape[-1] <= MAX_HEAD_SIZE and q.shape[-1] % 8 == 0
+    return fits and _KERNEL is not None and q.is_cuda and dtype in HALF_DTYPES and _has_capability(q.device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_capability(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).major >= MIN_CAPABILITY
-
-
-def supports_head_sizes(key_size: int, value_size: int) -> bool:
-    return key_size == value_size <= MAX_HEAD_SIZE and key_size % 8 == 0
 
 
 def attend_varlen(
