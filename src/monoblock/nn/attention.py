@@ -267,8 +267,9 @@ def _document_rows(packed: tuple[PackedDocuments, PackedDocuments]) -> tuple[Doc
 def _supports_varlen(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> bool:
     """Packed documents whose tokens see all tokens of their document, or those before, on a GPU in 16 bits."""
     mask = context.resolved_mask
-    is_simple = mask.matrix is None and all(term.name == "causal" for term in mask.mask.terms)
-    return context.packed is not None and is_simple and options.is_plain and supports_varlen(q, v, autocast_dtype(q))
+    if context.packed is None or mask.matrix is not None or any(term.name != "causal" for term in mask.mask.terms):
+        return False
+    return options.is_plain and supports_varlen(q, v, autocast_dtype(q))
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> Tensor:
@@ -279,7 +280,7 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, o
 
 def _supports_flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> bool:
     """Many queries on a GPU, with a mask that is computed from positions."""
-    return options.is_plain and supports_flex(q, v, context.resolved_mask)
+    return supports_flex(q, v, context.resolved_mask) and options.is_plain
 
 
 def _attend_flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> Tensor:
