@@ -171,8 +171,8 @@ class Stack(nn.Module):
     ) -> AttentionContext | None:
         """Return the context of cross-attention, which has a mask only: a document of the target sees its source.
 
-        Beams that share a source are folded into one row of queries (see `attend_fast`), so the mask has a single query,
-        which broadcasts.
+        Beams that share a source become one row of queries (see `attend_fast`), so the mask has a single query, which
+        broadcasts.
         """
         if memory_positions is None:
             return None
