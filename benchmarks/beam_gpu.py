@@ -37,9 +37,9 @@ from translate_real import to_transformers
 
 import monoblock as mb
 from monoblock.cli._bench.translation import TokenRows, pad_rows, random_sources
-from monoblock.inference.backends import select
-from monoblock.inference.batch_rows import default_max_rows
+from monoblock.inference import prepared_model
 from monoblock.inference.engine import Engine
+from monoblock.inference.limits import default_max_rows
 from monoblock.inference.settings import Settings
 from monoblock.kernels.gpu_beams import attend_beams, attend_source, best_tokens
 from monoblock.nn.attention import attend
@@ -138,7 +138,7 @@ def check_presets() -> list[str]:
                     search(Engine(each, capacity=40, max_rows=1000), prompts, settings) for each in (optimized, model)
                 )
                 compare(name, changes, fast, plain)
-        assert optimized._search_buffers.idle, f"{name}: no search was recorded"
+        assert optimized._idle_pages[0].searches.idle, f"{name}: no search was recorded"
         checked.append(name)
         print("ok", name, flush=True)
     return checked
@@ -310,7 +310,7 @@ def measure_dakshina(args: argparse.Namespace) -> list[str]:
 
 @torch.inference_mode()
 def profile_step(args: argparse.Namespace) -> None:
-    """Print the milliseconds of a recorded step for every number of visible positions, and its kernels."""
+    """Print the milliseconds of each recorded pass, and the kernels of the last one."""
     pipe = random_pipe("multi30k", args.vocab)
     rows = by_length(random_sources(args.count, args.vocab))
     settings = Settings(max_new_tokens=args.new, num_beams=BEAMS)
@@ -318,7 +318,7 @@ def profile_step(args: argparse.Namespace) -> None:
         model = mb.optimize(pipe.model.to(DEVICE, DTYPES[name]))
         seconds, _ = fastest(lambda model=model: run_monoblock(model, rows, settings, START, 2560), args.rounds)
         print(f"{name}: {len(rows) / seconds:,.0f} sentences/s, {1000 * seconds:.1f} ms")
-        buffers = model._search_buffers.idle[-1]
+        buffers = model._idle_pages[0].searches.idle[-1]
         for visible, recording in buffers.recordings.items():
             replay_seconds, _ = fastest(lambda recording=recording: [recording.replay() for _ in range(20)], 3)
             print(f"{name}, {visible} positions: {50 * replay_seconds:.3f} ms a step")
@@ -360,7 +360,7 @@ def main() -> None:
         parser.error("--run needs --data with multi30k/test_2016_flickr.de")
     parts = args.only or ("checks", "translation", "dakshina")
     if DEVICE != "cuda":
-        select.supports_cuda_graph = lambda model: True  # replaying a recorded step then runs it again
+        prepared_model.supports_cuda_graph = lambda model: True  # replaying a recorded step then runs it again
     if DEVICE != "cuda" and not args.smoke:
         parser.error("there is no GPU; write --smoke to check correctness")
     if args.smoke:

@@ -29,8 +29,8 @@ import monoblock as mb
 from monoblock.cli._bench.decoding import measure_runners
 from monoblock.cli._shared.bench_runners import DEFAULT_RUNNERS
 from monoblock.cli.bench import print_report
-from monoblock.inference.backends.self_draft import make_self_draft
 from monoblock.inference.engine import Engine
+from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import Settings
 from monoblock.kernels.cpu.processor import processor_name
 

@@ -23,11 +23,9 @@ from _report import command_line, commit
 
 import monoblock as mb
 from monoblock.config.model import ModelConfig
-from monoblock.inference.draft_model import DraftModel
 from monoblock.inference.engine import Engine
-from monoblock.inference.prompt import Prompt
 from monoblock.inference.settings import Settings
-from monoblock.inference.speculative import PromptLookup, Proposer
+from monoblock.inference.speculative import DraftModel, PromptLookup, Proposer
 from monoblock.kernels.gpu import Activations, QuantizedVector, argmax, gated_activation, gated_linear, linear, norm
 from monoblock.kernels.gpu_attention import attend_step
 from monoblock.kernels.gpu_quantized import NextNorm, prepare_matrix, quantized_linear
@@ -153,14 +151,28 @@ def check_quantized_steps() -> list[str]:
         ids = torch.randint(1000, (1, 200), device="cuda")
         with torch.inference_mode():
             expected = copy.deepcopy(quantized).float()(ids)[0, -8:]
-        with torch.inference_mode():
-            state = mb.optimize(quantized).make_graph_state(256, 1, None, speculative=False)
-            state.prefill([Prompt(tuple(ids[0, :-8].tolist()))])
-            logits = torch.cat([state.step(token).float().clone() for token in ids[0, -8:].split(1)])
+        logits = torch.stack(step_logits(mb.optimize(quantized), ids[0].tolist(), 8)).float()
         error = (logits - expected).norm() / expected.norm()
         assert error < 4e-2, f"recorded steps, {bits} bits: relative error {error:.2e}"
         checks.append(f"recorded steps, {bits} bits {error:.1e}")
     return checks
+
+
+def step_logits(model: mb.OptimizedModel, ids: list[int], count: int) -> list[torch.Tensor]:
+    """Return the logits (V,) after each of the last `count` tokens, which are run one by one."""
+    found: list[torch.Tensor] = []
+
+    def follow(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        found.append(logits[0].clone())
+        forced = torch.full_like(logits, -torch.inf)
+        forced[0, ids[min(tokens.shape[1], len(ids) - 1)]] = 0
+        return forced
+
+    engine = Engine(model, capacity=256)
+    engine.add(ids[:-count], Settings(max_new_tokens=count + 1, logits_processor=(follow,)))
+    while engine.busy:
+        engine.step()
+    return found[1:]
 
 
 def check_attention(B: int, H: int, G: int, K: int, layout: str | None) -> str:

@@ -17,28 +17,24 @@ from decode_gpu import NEW, PROMPT, QUANTIZED_GROUPS, quantized_model
 from torch.profiler import ProfilerActivity, profile
 
 import monoblock as mb
-from monoblock.inference.backends.cuda_graph import CudaGraphDecoderState
-
-STEPS = 64
+from monoblock.inference.runners.cuda import MAX_STEPS, RecordedPass
 
 
-def time_replay(state: CudaGraphDecoderState) -> tuple[float, float]:
+def time_replay(step: RecordedPass) -> tuple[float, float]:
     """Return the milliseconds of a step, and of its launch on the host."""
-    assert state.graph is not None
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(STEPS):
-        state.graph.replay()
+    for _ in range(MAX_STEPS):
+        step.recording.replay()
     host = time.perf_counter() - start
     torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start) / STEPS, 1e3 * host / STEPS
+    return 1e3 * (time.perf_counter() - start) / MAX_STEPS, 1e3 * host / MAX_STEPS
 
 
-def rewind(state: CudaGraphDecoderState) -> None:
-    """Set the cache back to the middle of the generated text."""
-    assert state.cache is not None
-    with torch.inference_mode():
-        state.cache.lengths.fill_(PROMPT + NEW // 2)
+def rewind(step: RecordedPass) -> None:
+    """Go back to the middle of the generated text."""
+    step.step.zero_()
+    step.lengths.fill_(PROMPT + NEW // 2)
 
 
 def main() -> None:
@@ -62,17 +58,15 @@ def main() -> None:
     torch.cuda.synchronize()
     name, seconds = f"{args.preset}, {args.bits} bits, batch {args.batch}", time.perf_counter() - start
     print(f"{name}: {seconds:.3f} s for the prompt and {NEW} steps")
-    state = model.make_graph_state(PROMPT + NEW, 1, None, speculative=False)  # the idle state of the last call
-    rewind(state)
-    print("replayed step: {:.3f} ms, launch on the host {:.3f} ms".format(*time_replay(state)))
-    rewind(state)
-    assert state.graph is not None
+    step = [one for one in model._idle_pages[-1].recordings.values() if one.filters is not None][-1]
+    rewind(step)
+    print("replayed step: {:.3f} ms, launch on the host {:.3f} ms".format(*time_replay(step)))
+    rewind(step)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        state.graph.replay()
+        step.recording.replay()
         torch.cuda.synchronize()
     for kernel in sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)[: args.kernels]:
         print(f"{kernel.device_time_total:9.1f} us  {kernel.count:4d} ×  {kernel.key[:100]}")
-    state.release()
     host = cProfile.Profile()
     host.enable()
     model.generate(ids, max_new_tokens=NEW)

@@ -18,16 +18,11 @@ from monoblock.quantization.packing import pack
 
 Arguments = dict[str, Any]
 HUGE = 2**62
-B, T, H, G, K, V, D, F, COLUMNS, SOURCE = 4, 2, 4, 2, 6, 5, 24, 32, 9, 7
-VOCABULARY, BEAMS, LENGTH = 37, 2, 3
+B, T, H, G, K, V, D, F, VOCABULARY = 4, 2, 4, 2, 6, 5, 24, 32, 37
 
 
 def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def ones(*shape: int) -> Tensor:
-    return torch.ones(*shape, dtype=torch.bool)
 
 
 # -- correct calls ----------------------------------------------------------------------------------------------------
@@ -56,7 +51,7 @@ def matrix_fields(name: str, rows: int, columns: int, bits: int = 32) -> Argumen
 
 
 @functools.cache  # nobody changes it
-def block_fields(bits: int = 32, *, is_plain: bool = False, has_cross: bool = True) -> Arguments:
+def block_fields(bits: int = 32) -> Arguments:
     fields = {
         "norm_place": "pre",
         "residual": "sequential",
@@ -69,55 +64,30 @@ def block_fields(bits: int = 32, *, is_plain: bool = False, has_cross: bool = Tr
         "attention.scale": 0.3,
         "attention.softcap": 0.0,
         "attention.clip": 0.0,
-        "attention.rotary_table": -1 if is_plain else 0,
+        "attention.rotary_table": 0,
         "attention.rotary_interleaved": False,
-        "attention.bias_table": -1 if is_plain else 0,
+        "attention.bias_table": 0,
     }
-    if not is_plain:
-        fields |= {"attention.qk_norm": "head", "attention.sinks": draw(H), "attention_gain": draw(D)}
-        fields |= norm_fields("attention.query_norm", K) | norm_fields("attention.key_norm", K)
+    fields |= {"attention.qk_norm": "head", "attention.sinks": draw(H), "attention_gain": draw(D)}
+    fields |= norm_fields("attention.query_norm", K) | norm_fields("attention.key_norm", K)
     sizes = {"query": (H * K, D), "key": (G * K, D), "value": (G * V, D), "output": (D, H * V)}
     for name, (rows, columns) in sizes.items():
         fields |= matrix_fields(f"attention.{name}", rows, columns, bits)
     for name, (rows, columns) in {"gate": (F, D), "up": (F, D), "down": (D, F)}.items():
         fields |= matrix_fields(f"feedforward.{name}", rows, columns, bits)
     fields |= norm_fields("attention_norm") | norm_fields("feedforward_norm")
-    if has_cross:
-        fields |= {"cross.heads": H, "cross.kv_heads": G, "cross.scale": 0.2} | norm_fields("cross_norm")
-        fields |= matrix_fields("cross.query", H * K, D, bits) | matrix_fields("cross.output", D, H * V, bits)
+    fields |= {"cross.heads": H, "cross.kv_heads": G, "cross.scale": 0.2} | norm_fields("cross_norm")
+    fields |= matrix_fields("cross.query", H * K, D, bits) | matrix_fields("cross.output", D, H * V, bits)
     return fields
 
 
-def stack(bits: int = 32, *, is_plain: bool = False, has_cross: bool = True) -> Arguments:
-    blocks = [block_fields(bits, is_plain=is_plain, has_cross=has_cross) for _ in range(2)]
-    return {"width": D, "blocks": blocks, "norm": norm_fields("norm")}
+def stack(bits: int = 32) -> Arguments:
+    return {"width": D, "blocks": [block_fields(bits)] * 2, "norm": norm_fields("norm")}
 
 
 @functools.cache
-def native_stack(**options: Any) -> Any:
-    return torch.classes.monoblock.NativeStack(**stack(**options))
-
-
-def step() -> Arguments:
-    index = torch.arange(COLUMNS).expand(B, COLUMNS).contiguous()
-    return {
-        "x": draw(B, T, D),
-        "positions": torch.arange(LENGTH, LENGTH + T).expand(B, T).contiguous(),
-        "lengths": torch.full((B,), LENGTH),
-        "active": ones(B),
-        "written": torch.full((B,), LENGTH),
-        "keys": [draw(B, G, COLUMNS, K) for _ in range(2)],
-        "values": [draw(B, G, COLUMNS, V) for _ in range(2)],
-        "source_keys": [draw(B // 2, G, SOURCE, K) for _ in range(2)],
-        "source_values": [draw(B // 2, G, SOURCE, V) for _ in range(2)],
-        "source_mask": ones(B // 2, SOURCE),
-        "cache_positions": [index.clone()],
-        "cache_index": [index.clone()],
-        "windows": [0],
-        "rotary_cos": [draw(16, K // 2)],
-        "rotary_sin": [draw(16, K // 2)],
-        "position_biases": [draw(H, 16)],
-    }
+def native_stack(bits: int = 32) -> Any:
+    return torch.classes.monoblock.NativeStack(**stack(bits))
 
 
 def paged_pass() -> Arguments:
@@ -140,70 +110,8 @@ def paged_pass() -> Arguments:
         "rotary_sin": [draw(32, K // 2)],
         "position_biases": [draw(H, 32)],
         "exact": False,
+        "causal": True,
     }
-
-
-def step_or_refuse(stack: Any, arguments: Arguments) -> Tensor:
-    """None is how a cache is refused whose tokens are not in order."""
-    result: Tensor | None = stack.step(**arguments)
-    if result is None:
-        raise ValueError("not in order")
-    return result
-
-
-def search_model() -> Arguments:
-    return {
-        "stack": native_stack(is_plain=True),
-        "output_table": draw(VOCABULARY, D),
-        "table_scale": None,
-        "table_least": None,
-        "output_bias": draw(VOCABULARY),
-        "output_scale": 1.0,
-        "token_table": draw(VOCABULARY, D),
-        "token_scale": 1.0,
-    }
-
-
-@functools.cache
-def native_search_model() -> Any:
-    return torch.classes.monoblock.SearchModel(**search_model())
-
-
-def beam_search() -> Arguments:
-    return {
-        "model": native_search_model(),
-        "keys": [draw(B, G, COLUMNS, K) for _ in range(2)],
-        "values": [draw(B, G, COLUMNS, V) for _ in range(2)],
-        "source_keys": [draw(B // BEAMS, G, SOURCE, K) for _ in range(2)],
-        "source_values": [draw(B // BEAMS, G, SOURCE, V) for _ in range(2)],
-        "source_mask": ones(B // BEAMS, SOURCE),
-        "lengths": torch.full((B,), LENGTH),
-        "position_table": draw(COLUMNS - 1, D),
-        "beams": BEAMS,
-        "max_new_tokens": 4,
-        "early_stopping": "false",
-        "eos_tokens": [2],
-        "length_penalty": 1.0,
-    }
-
-
-def prompt() -> Arguments:
-    running = torch.tensor([[5], [6]])
-    return {
-        "first_token": 1,
-        "scores": [-1.0, -2.0],
-        "running": running,
-        "finished_scores": [-3.0],
-        "finished": [torch.tensor([2])],
-        "done": False,
-    }
-
-
-def started_search(prompts: int = B // BEAMS) -> Any:
-    search = torch.classes.monoblock.BeamSearchBatch(**beam_search())
-    for _ in range(prompts):
-        search.add(**prompt())
-    return search
 
 
 def heads() -> Arguments:
@@ -231,6 +139,9 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "linear_dense bfloat16": (operator("linear_dense"), lambda: linear(16)),
     "linear_int8": (operator("linear_int8"), lambda: linear(8)),
     "linear_int4": (operator("linear_int4"), lambda: linear(4)),
+    "linear_exact": (operator("linear_exact"), lambda: linear(32)),
+    "linear_exact int8": (operator("linear_exact"), lambda: linear(8)),
+    "linear_exact int4": (operator("linear_exact"), lambda: linear(4)),
     "quantize_int8": (operator("quantize_int8"), lambda: {"weight": draw(7, 32)}),
     "can_use_tiles": (operator("can_use_tiles"), dict),
     "can_multiply_many_rows": (operator("can_multiply_many_rows"), lambda: {"group": 64}),
@@ -243,16 +154,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "gelu_tanh_backward": (operator("gelu_tanh_backward"), lambda: {"grad": draw(7, 33), "x": draw(7, 33)}),
     "attend_causal": (operator("attend_causal"), heads),
     "attend_causal_backward": (operator("attend_causal_backward"), causal_backward),
-    "attend_one_query": (
-        operator("attend_one_query"),
-        lambda: {
-            "q": draw(6, H, 1, K),
-            "keys": draw(2, G, 11, K),
-            "values": draw(2, G, 11, V),
-            "mask": ones(2, 1, 1, 11),
-            "scale": 0.3,
-        },
-    ),
     "topk_continuations": (
         operator("topk_continuations"),
         lambda: {
@@ -263,18 +164,8 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
             "count": 4,
         },
     ),
-    "encode": (
-        lambda stack, x, lengths: torch.ops.monoblock.encode(stack, x, lengths),
-        lambda: {
-            "stack": native_stack(is_plain=True, has_cross=False),
-            "x": draw(12, D),
-            "lengths": torch.tensor([5, 0, 7]),
-        },
-    ),
     "NativeStack": (built("NativeStack"), stack),
     "NativeStack int4": (built("NativeStack"), lambda: stack(4)),
-    "NativeStack.step": (lambda **arguments: step_or_refuse(native_stack(), arguments), step),
-    "NativeStack.step int4": (lambda **arguments: step_or_refuse(native_stack(bits=4), arguments), step),
     "NativeStack.run": (lambda **arguments: native_stack().run(**arguments), paged_pass),
     "NativeStack.run int4": (lambda **arguments: native_stack(bits=4).run(**arguments), paged_pass),
     "copy_pages": (
@@ -286,23 +177,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
             "used": torch.tensor([16, 3]),
         },
     ),
-    "NativeStack.supports_batches": (lambda **arguments: native_stack().supports_batches(**arguments), dict),
-    "NativeStack.supports_prompts": (lambda **arguments: native_stack().supports_prompts(**arguments), dict),
-    "SearchModel": (built("SearchModel"), search_model),
-    "SearchModel.cache_memory": (
-        lambda size: native_search_model().cache_memory(size),
-        lambda: {"size": 11},
-    ),
-    "BeamSearchBatch": (built("BeamSearchBatch"), beam_search),
-    "BeamSearchBatch.add": (lambda **arguments: started_search(0).add(**arguments), prompt),
-    "BeamSearchBatch.step": (
-        lambda **arguments: started_search().step(**arguments),
-        lambda: {"x": draw(B, D), "suppressed": [3]},
-    ),
-    "BeamSearchBatch.hypotheses": (lambda prompt: started_search().hypotheses(prompt), lambda: {"prompt": 1}),
-    "BeamSearchBatch.next_inputs": (lambda **arguments: started_search().next_inputs(**arguments), dict),
-    "BeamSearchBatch.lengths": (lambda **arguments: started_search().lengths(**arguments), dict),
-    "BeamSearchBatch.cache_rows": (lambda **arguments: started_search().cache_rows(**arguments), dict),
 }
 
 

@@ -2,20 +2,20 @@
 
 import monoblock as mb
 from monoblock.inference import fast_modules
-from monoblock.inference.backends import cpu_step
+from monoblock.inference.runners.cpu import CpuStack
 from monoblock.inference.supported_models import reason_not_to_optimize
 
 
 def record_operator_steps(monkeypatch):
-    """Return a list that records for each step whether the operator took it; it is used for toy models too."""
-    taken, run = [], cpu_step.FusedStack.__call__
+    """Return a list of the number of tokens in each step of a decoder that the operator takes, also for toy models."""
+    taken, step = [], CpuStack.step
 
-    def record(self, *args):
-        out = run(self, *args)
-        taken.append(out is not None)
-        return out
+    def record(self, x, lengths, counts, *args, **options):
+        if options.get("causal", True):
+            taken.append(int(counts.sum()))
+        return step(self, x, lengths, counts, *args, **options)
 
-    monkeypatch.setattr(cpu_step.FusedStack, "__call__", record)
+    monkeypatch.setattr(CpuStack, "step", record)
     use_kernels_for_toys(monkeypatch)
     return taken
 
@@ -28,8 +28,3 @@ def use_kernels_for_toys(monkeypatch):
 def optimize(model):
     """The optimized model, or the model itself if it cannot be optimized."""
     return model if reason_not_to_optimize(model) else mb.optimize(model)
-
-
-def search_operators(model):
-    """The operators of a beam search with this model, None if it has none."""
-    return None if reason_not_to_optimize(model) else mb.optimize(model).search_operators()

@@ -12,7 +12,7 @@ import pytest
 import monoblock
 from monoblock.config.knob_options import Knobs
 from monoblock.config.knobs import KNOBS
-from monoblock.inference.settings import Settings
+from monoblock.inference.settings import ENGINE_OPTIONS, Settings
 from monoblock.nn.inputs.generation_options import GenerationOptions
 from monoblock.nn.transformer import ModelOptions
 
@@ -202,8 +202,10 @@ WIDER = {"eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_
 
 def test_generation_options_are_the_fields_of_settings():
     options, settings = get_type_hints(GenerationOptions), get_type_hints(Settings)
-    assert set(options) - {"truncation"} == {field.name for field in fields(Settings)}  # it changes the prompt itself
-    assert {name for name in settings if options[name] != settings[name]} == WIDER
+    assert set(options) - {"truncation"} == {field.name for field in fields(Settings)} - {
+        *ENGINE_OPTIONS
+    }  # it changes the prompt itself
+    assert {name for name in options if name in settings and options[name] != settings[name]} == WIDER
     assert set(options) < set(get_type_hints(ModelOptions))
 
 

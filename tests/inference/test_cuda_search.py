@@ -1,19 +1,23 @@
 """Recorded beam search without a GPU: replaying runs the step again, in the same buffers."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
+from interrupt_support import interrupted_step
 from support import block_configs, tiny_model, tiny_names
 
 import monoblock as mb
 from monoblock.errors import InputError
-from monoblock.inference import fast_modules
-from monoblock.inference.backends import select
-from monoblock.inference.backends.search import cuda_search, device_search
-from monoblock.inference.backends.search.cuda_search import MAX_IDLE_BUFFERS, BufferPool, round_up_searches
+from monoblock.inference import beam, fast_modules, prepared_model
 from monoblock.inference.engine import Engine
+from monoblock.inference.prompt import Prompt
+from monoblock.inference.request import Request, Variant
+from monoblock.inference.runners import cuda_search
+from monoblock.inference.runners.cuda_search import MAX_IDLE_BUFFERS, RecordedSearch, round_up_searches, search_shape
 from monoblock.inference.settings import Settings
+from monoblock.inference.speculative import PromptLookup
 from monoblock.inference.supported_models import SUPPORTED, unsupported_field
 from monoblock.nn.attention import attend
 
@@ -24,14 +28,15 @@ SETTINGS = Settings(max_new_tokens=13, num_beams=3, num_return_sequences=2, eos_
 @pytest.fixture(autouse=True)
 def searches_begun(monkeypatch):
     """Search as on a GPU; the list has the sizes of the buffers of each batch."""
-    begun, take = [], BufferPool.take
+    begun, begin = [], RecordedSearch.__init__
 
-    def count(self, key):
-        begun.append(key)
-        return take(self, key)
+    def count(self, buffers, requests, searches):
+        begun.append(buffers.key)
+        begin(self, buffers, requests, searches)
 
-    monkeypatch.setattr(BufferPool, "take", count)
-    monkeypatch.setattr(select, "supports_cuda_graph", lambda model: True)
+    monkeypatch.setattr(RecordedSearch, "__init__", count)
+    monkeypatch.setattr(prepared_model, "supports_cuda_graph", lambda model: True)
+    monkeypatch.setattr(beam, "_has_kernel", lambda logits: False)
     return begun
 
 
@@ -128,8 +133,8 @@ def kernel_calls(monkeypatch):
     monkeypatch.setattr(fast_modules, "supports_beams", lambda x, size, queries: True)
     monkeypatch.setattr(fast_modules, "attend_beams", counted(reference_beams))
     monkeypatch.setattr(fast_modules, "attend_source", counted(reference_source))
-    monkeypatch.setattr(device_search, "supports_best_tokens", lambda logits, count: True)
-    monkeypatch.setattr(device_search, "best_tokens", counted(reference_tokens))
+    monkeypatch.setattr(beam, "supports_best_tokens", lambda logits, count: True)
+    monkeypatch.setattr(beam, "best_tokens", counted(reference_tokens))
     return calls
 
 
@@ -183,6 +188,24 @@ def test_other_settings_take_plain_steps(changes, searches_begun):
     assert not searches_begun
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"logprobs": 2}, {"score_prompt": True, "logprobs": 0}, {"logit_bias": {5: 1.0}}, {"bad_words_ids": [[3]]}]
+    + [{"logits_processor": lambda ids, logits: logits}, {"forced_bos_token_id": 4}, {"num_beams": 65}],
+)
+def test_settings_that_recorded_steps_do_not_follow(changes):
+    request = Request(1, Prompt((1, 2)), replace(SETTINGS, **changes), 9)
+    assert search_shape(request) is None
+    assert search_shape(Request(1, Prompt((1, 2)), SETTINGS, 9)) is not None
+    assert search_shape(Request(1, Prompt((1, 2)), SETTINGS, 9, variant=Variant(capture=("*",)))) is None
+
+
+def test_prompts_longer_than_a_chunk_take_plain_steps(searches_begun):
+    model = tiny_model("gpt2")
+    assert_same(search(make_engine(model, prefill_chunk=4)), search(plain_engine(model)))
+    assert [key.searches for key in searches_begun] == [3]
+
+
 def test_rows_that_reach_the_context_take_plain_steps():
     model, long = tiny_model("gpt2"), [[1 + n % 50 for n in range(20)], *SOURCES]
     assert_same(search(make_engine(model), long), search(plain_engine(model), long))
@@ -202,15 +225,16 @@ def test_buffers_and_recordings_are_reused_by_batches_of_other_sizes(searches_be
 
 
 def test_a_bounded_number_of_buffers_waits_for_the_next_batch():
-    model = tiny_model("vaswani-base")
-    engine = make_engine(model)
-    for count in range(1, 5):
-        search(engine, [*SOURCES, *SOURCES][: 2 * count])
-    pool = engine.model._search_buffers
-    for count in (1, 2, 3):
-        pool.give_back(pool.take(pool.idle[0].key._replace(searches=count)))
-    assert len(pool.idle) == MAX_IDLE_BUFFERS
-    assert [buffers.key.searches for buffers in pool.idle[-3:]] == [1, 2, 3]
+    fast = mb.optimize(tiny_model("vaswani-base"))
+    for _ in range(2):
+        engine = Engine(fast, capacity=26)
+        searches = engine.runner.memory.searches
+        for count in (1, 2, 3, 4, 6, 2):
+            search(engine, [*SOURCES, *SOURCES][:count])
+        assert [buffers.key.searches for buffers in searches.idle] == [3, 4, 6, 2]
+        assert len(searches.idle) == MAX_IDLE_BUFFERS
+        del engine  # the next engine uses the same buffers
+        assert fast._idle_pages[0].searches is searches
 
 
 def test_numbers_of_searches_are_rounded_up():
@@ -240,15 +264,15 @@ def test_a_cancelled_request_does_not_change_the_others():
 
 
 @pytest.mark.parametrize("name", ["vaswani-base", "mistral-7b", "bloom-560m"])
-def test_a_search_that_is_ended_continues_in_plain_steps(name):
+def test_searches_that_fail_run_in_pages(name, monkeypatch):
     model = tiny_model(name)
     expected = search(plain_engine(model))
     engine, found = make_engine(model), {}
     add(engine, SOURCES, SETTINGS)
     collect(engine, found)
-    with engine.backend.inference():
-        engine.state.end_search()
-    assert not engine.state.is_closed
+    monkeypatch.setattr(RecordedSearch, "step", lambda self: 1 / 0)
+    collect(engine, found)
+    assert not engine.scheduler.searching
     while engine.busy:
         collect(engine, found)
     assert_same([found[key] for key in sorted(found)], expected)
@@ -267,3 +291,92 @@ def test_nan_logits_end_the_request_with_an_error():
         assert "NaN" in str(output.error)
     finally:
         weight.data[0, 0] = kept
+
+
+# -- beside other requests ----------------------------------------------------------------------------------------
+
+KINDS = {
+    "beams": SETTINGS,
+    "more beams": replace(SETTINGS, num_beams=4, max_new_tokens=9),
+    "diverse beams": replace(SETTINGS, num_beams=4, num_beam_groups=2, diversity_penalty=0.5),
+    "greedy": Settings(max_new_tokens=11, eos_token_id=(2, 7)),
+    "samples": Settings(max_new_tokens=8, temperature=1.0, num_return_sequences=3, seed=4),
+    "urgent beams": replace(SETTINGS, priority=1),
+    "urgent": Settings(max_new_tokens=6, priority=1),
+}
+
+
+def alone(model, source, settings):
+    """The tokens that one request gets in pages, by sequence."""
+    return run(plain_engine(model), {0: [(source, settings)]})[0][0]
+
+
+def run(engine, arrivals, cancelled=(), interrupts=None):
+    """Decode requests (source, settings) that arrive before steps; return what each one gets, and the step of its end.
+
+    cancelled: (step, number of the request) pairs.
+    interrupts: for some steps, the call of a function at which the step is interrupted.
+    """
+    numbers, texts, ends, step = {}, {}, {}, 0
+    while engine.busy or step <= max(arrivals):
+        for source, settings in arrivals.get(step, ()):
+            (request,) = add(engine, [source], [settings])
+            numbers[request] = len(numbers)
+        for request in [own for own, number in numbers.items() if (step, number) in cancelled]:
+            engine.cancel(request)
+        for output in interrupted_step(engine, (interrupts or {}).get(step, 0))[0]:
+            assert output.error is None
+            number = numbers[output.request_id]
+            assert (step, number) not in cancelled
+            text = texts.setdefault(number, {}).setdefault(output.sequence_index, [])
+            text.extend(output.tokens)
+            if output.finish_reason:
+                ends[number] = step
+        step += 1
+    return texts, ends
+
+
+@pytest.mark.parametrize("name", ["vaswani-base", "gpt2"])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mixture_gives_each_request_what_it_gets_alone(name, seed, searches_begun):
+    """Requests of all shapes arrive, are cancelled, and are interrupted at random moments."""
+    generator, model = random.Random(seed), tiny_model(name)
+    requests = [(generator.choice(SOURCES), KINDS[generator.choice(list(KINDS))]) for _ in range(24)]
+    arrivals = {step: requests[4 * step : 4 * step + 4] for step in range(6)}
+    cancelled = {(generator.randrange(3, 12), generator.randrange(24)) for _ in range(4)}
+    interrupts = {step: generator.randrange(1, 400) for step in range(1, 40) if generator.random() < 0.4}
+    proposer = PromptLookup(3) if seed % 2 else None
+    engine = make_engine(model, max_rows=generator.choice([12, 24, 64]), proposer=proposer)
+    texts, _ = run(engine, arrivals, cancelled, interrupts)
+    for number in set(range(24)) - {number for _, number in cancelled}:
+        assert texts[number] == alone(model, *requests[number]), (number, requests[number])
+    assert searches_begun
+    assert engine.pages.num_in_use == engine.sources.num_in_use == 0
+
+
+def test_an_interrupted_step_of_a_search_changes_nothing(searches_begun):
+    model = tiny_model("vaswani-base")
+    wanted, _ = run(make_engine(model), {0: [(source, SETTINGS) for source in SOURCES]})
+    generator = random.Random(5)
+    for _ in range(12):
+        engine, interrupts = make_engine(model), {step: generator.randrange(1, 500) for step in range(3)}
+        assert run(engine, {0: [(source, SETTINGS) for source in SOURCES]}, (), interrupts)[0] == wanted
+    assert len(searches_begun) > 13  # an interrupted search begins again
+
+
+def test_only_searches_of_the_same_shape_wait_for_the_end_of_a_search(searches_begun):
+    model, long = tiny_model("gpt2"), replace(SETTINGS, max_new_tokens=20, eos_token_id=())
+    late = [(SOURCES[1], one) for one in (long, KINDS["more beams"], KINDS["greedy"], KINDS["urgent beams"])]
+    _, ends = run(make_engine(model), {0: [(SOURCES[0], long)] * 2, 1: late, 2: [(SOURCES[2], KINDS["samples"])]})
+    assert ends[2] > ends[0] == ends[1]
+    assert len(searches_begun) == 2
+
+
+def test_a_request_of_higher_priority_takes_the_rows_of_a_search():
+    model = tiny_model("vaswani-base")
+    engine, urgent = make_engine(model, max_rows=6), KINDS["urgent"]
+    texts, ends = run(engine, {0: [(SOURCES[0], SETTINGS)] * 2, 1: [(SOURCES[0], urgent)]})
+    assert ends[0] < ends[1]
+    assert ends[2] < ends[1]
+    wanted = alone(model, SOURCES[0], SETTINGS)
+    assert texts == {0: wanted, 1: wanted, 2: alone(model, SOURCES[0], urgent)}

@@ -45,9 +45,9 @@ def test_a_draft_runs_in_evaluation_mode_and_keeps_the_mode_of_each_module(custo
 
 
 def test_a_draft_that_equals_the_model_is_accepted_in_training_mode():
-    from monoblock.inference.draft_model import DraftModel
     from monoblock.inference.engine import Engine
     from monoblock.inference.settings import Settings
+    from monoblock.inference.speculative import DraftModel
 
     model = gpt(dropout=0.5)
     draft = copy.deepcopy(model).train()

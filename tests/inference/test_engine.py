@@ -5,10 +5,9 @@ import torch
 from support import build_model, tiny_model
 
 import monoblock as mb
-from monoblock.inference.draft_model import DraftModel
 from monoblock.inference.engine import Engine
 from monoblock.inference.settings import Settings
-from monoblock.inference.speculative import PromptLookup
+from monoblock.inference.speculative import DraftModel, PromptLookup
 
 VOCAB, CONTEXT = 31, 41
 

@@ -6,8 +6,7 @@ from generate_support import gpt, translator
 from interrupt_support import interrupted_step
 
 import monoblock as mb
-from monoblock.inference.draft_model import DraftModel
-from monoblock.inference.speculative import PromptLookup
+from monoblock.inference.speculative import DraftModel, PromptLookup
 
 PROMPTS = ([5, 7, 11], [2], [1, 2, 3, 4, 1, 2], [9, 8, 9])
 NEW = 7
@@ -78,6 +77,19 @@ def test_requests_go_on_after_an_interrupt_as_if_there_had_been_none(case):
         chosen = {step: int(torch.randint(1, count + 1, (), generator=generator)) for step, count in enumerate(calls)}
         kept = {step: call for step, call in chosen.items() if torch.rand((), generator=generator) < 0.6}
         assert decode_with_interrupts(case, kept)[0] == wanted, kept
+
+
+def test_a_request_can_be_cancelled_after_its_admission_was_interrupted():
+    for call in range(1, 60):
+        engine = make_engine("sources")
+        first, *_ = add_all(engine, "sources")
+        interrupted_step(engine, call)
+        engine.cancel(first)
+        for pages in (engine.pages, engine.sources):
+            assert len(set(pages.free_rows)) == len(pages.free_rows)
+        while engine.busy:
+            assert all(output.request_id != first for output in engine.step())
+        assert engine.pages.num_in_use == engine.sources.num_in_use == 0
 
 
 def test_an_interrupt_in_a_logits_processor_changes_no_other_request():

@@ -9,6 +9,7 @@ from monoblock.inference import arrange_weights, fast_linear, fast_modules
 from monoblock.inference.fast_modules import build_fast_model
 from monoblock.kernels import gpu, gpu_attention, gpu_quantized
 from monoblock.nn.embedding import Embedding
+from monoblock.nn.kv_cache.paged import PagedCache, StaticRows
 from monoblock.nn.transformer import Transformer
 
 WIDE = {"vocab": 96, "width": 4096, "depth": 2, "heads": 32, "context": 512}
@@ -48,7 +49,7 @@ def launches(monkeypatch):
 
 
 def record_step(config, bits, launches, monkeypatch):
-    """The kernels of a step with one row, after a prompt, in a cache as a CUDA graph has it."""
+    """The kernels of a step with one row in pages, as a CUDA graph has it."""
     with torch.device("meta"):
         model = Transformer(config).to(torch.bfloat16).eval()
     if bits is not None:
@@ -59,17 +60,17 @@ def record_step(config, bits, launches, monkeypatch):
             building.setattr(Transformer, "device", torch.device("cuda"))
             building.setattr(fast_modules, "use_cpu_kernels", lambda model: model)
             fast = build_fast_model(model)
-        cache = fast.make_cache(1, 256)
-        fast(torch.zeros(1, 5, dtype=torch.long), cache=cache)
-        cache.advance(5)
-        cache.make_static()
-        launches.clear()
-        fast(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+        cache = PagedCache(fast.decoder.config, fast.device)
+        cache.grow(17)
+        tables, length, count = torch.arange(1, 17, dtype=torch.int32)[None], torch.tensor([5]), torch.tensor([1])
+        rows = StaticRows(cache, tables, length, count, 1)
+        fast(torch.zeros(1, 1, dtype=torch.long), positions=length[None], cache=rows)
     return launches
 
 
-ADDED = ["norm", "matvec", "attend", "matvec", "norm"]  # products add the residual
-ROUNDED = ["quantized_matvec", "attend", "quantized_matvec"]  # with the 8-bit form that the kernel before has computed
+ADDED = ["norm", "matvec", "attend_pages", "matvec", "norm"]  # products add the residual
+# With the 8-bit form that the kernel before has computed
+ROUNDED = ["quantized_matvec", "attend_pages", "quantized_matvec"]
 GATED = ["quantized_matvec", "gated_activation", "quantized_matvec"]
 
 

@@ -6,8 +6,7 @@ import torch
 from generate_support import IDS, gpt, translator
 
 import monoblock as mb
-from monoblock.inference.draft_model import DraftModel
-from monoblock.inference.speculative import PromptLookup
+from monoblock.inference.speculative import DraftModel, PromptLookup
 
 HUGE = 10**5000  # Python refuses to write such a number in decimal
 TOKENS = [np.int64(3), np.array([3]), torch.tensor(3), torch.tensor([3]), "3", "", 3.5, True, {3: 4}, [[3]], -1, HUGE]

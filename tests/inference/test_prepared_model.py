@@ -15,7 +15,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import monoblock as mb
 from monoblock.config.model import BlockConfig
-from monoblock.inference.backends import cpu_search_operators, cpu_step
+from monoblock.inference.evaluation_mode import evaluation_mode
+from monoblock.inference.runners import cpu
 from monoblock.inference.supported_models import SUPPORTED, unsupported_field
 from monoblock.nn.block import Block
 
@@ -138,6 +139,17 @@ def test_threads_share_a_training_mode_model_with_hooks():
         thread.join()
     assert len(found) == 4
     assert all(torch.equal(text, wanted) for text in found)
+    assert all(module.training for module in model.modules())
+
+
+def test_modes_are_restored_when_the_last_user_of_a_model_is_done():
+    model = gpt().train()
+    first, second = evaluation_mode(model), evaluation_mode(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(module.training for module in model.modules())
+    second.__exit__(None, None, None)
     assert all(module.training for module in model.modules())
 
 
@@ -310,8 +322,8 @@ class WiderBlockConfig(BlockConfig):
 
 BACKENDS = {
     "fast modules": SUPPORTED,
-    "cpu_step": cpu_step.STEP_SUPPORTED,
-    "cpu_search encoder": cpu_search_operators.ENCODER_SUPPORTED,
+    "CpuStack": cpu.STEP_SUPPORTED,
+    "CpuStack of an encoder": cpu.ENCODER_SUPPORTED,
 }
 
 
@@ -339,7 +351,7 @@ def test_a_model_with_a_new_field_is_not_optimized_and_says_the_same(make, optio
     plain = make()
     ids = IDS.repeat(3, 1)
     wanted = mb.optimize(plain).generate(ids, max_new_tokens=NEW, **options)
-    assert taken or "num_beams" in options  # a search takes its steps by an operator of its own
+    assert taken
     stacks = {
         name: widen(getattr(plain.config, name))
         for name in ("encoder", "decoder")

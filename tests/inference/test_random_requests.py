@@ -1,5 +1,6 @@
-"""Random requests to one engine, with every mix of speculation, chunks, options and interrupts: each text is the one
-that plain decoding of its prompt alone gives, in fp64, so that rounding decides no tie.
+"""Random requests to one engine, with every mix of beams, samples, speculation, chunks, options, priorities, few pages,
+cancellations, failures and interrupts.  Each text is the one that plain decoding of its prompt alone gives, in fp64, so
+that rounding decides no tie.
 
 The plain text comes from whole passes of the model (`use_cache=False`, `optimize=False`), one request at a time.
 """
@@ -7,6 +8,7 @@ The plain text comes from whole passes of the model (`use_cache=False`, `optimiz
 import itertools
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +18,7 @@ from support import build_model
 
 import monoblock as mb
 from monoblock.config.presets import tiny
-from monoblock.inference.draft_model import DraftModel
-from monoblock.inference.speculative import PromptLookup
+from monoblock.inference.speculative import DraftModel, PromptLookup
 
 VOCAB, CONTEXT = 31, 61
 SIZES = {"vocab": VOCAB, "width": 16, "depth": 2, "heads": 2, "context": CONTEXT}
@@ -53,8 +54,8 @@ def build(name, seed):
     return model
 
 
-def random_settings(rng, *, with_beams):
-    """Options of one request: greedy, sampled or, without a proposer, a beam search."""
+def random_settings(rng):
+    """Options of one request: greedy, sampled, or a beam search."""
     options = {"max_new_tokens": rng.choice((1, 2, 5, 11, 17, 23, 90))}
     if rng.random() < 0.6:
         options["eos_token_id"] = tuple(rng.sample(range(VOCAB), rng.choice((1, 3))))
@@ -66,13 +67,18 @@ def random_settings(rng, *, with_beams):
         options["no_repeat_ngram_size"] = 3
     if rng.random() < 0.1:
         options["bad_words_ids"] = [[rng.randrange(VOCAB)], [rng.randrange(VOCAB), rng.randrange(VOCAB)]]
+    if rng.random() < 0.1:
+        options |= {"presence_penalty": 0.4, "frequency_penalty": 0.2, "logit_bias": {rng.randrange(VOCAB): 3.0}}
+    options["priority"] = rng.choice((0, 0, 0, 1))
     kind = rng.random()
     if kind < 0.3:
         options |= {"temperature": rng.choice((0.7, 1.3)), "seed": rng.randrange(1000)}
         options |= {"num_return_sequences": rng.choice((1, 1, 2, 3)), "top_k": rng.choice((0, 5)), "top_p": 0.9}
-    elif kind < 0.4 and with_beams:
+    elif kind < 0.4:
         options["num_beams"] = rng.choice((2, 3))
-    elif kind < 0.45 and not with_beams:
+        if options["num_beams"] == 2 and rng.random() < 0.4:
+            options |= {"num_beam_groups": 2, "diversity_penalty": 0.7}
+    elif kind < 0.45:
         options["draft"] = rng.choice(("8-bit", "4-bit"))
     return mb.Settings(**options)
 
@@ -96,11 +102,17 @@ def random_proposer(rng, name, model):
     return None
 
 
+def fail(ids, logits):
+    """A logits processor that works for two tokens."""
+    if ids.shape[1] % 3 == 0:
+        raise ValueError("the request has failed")
+    return logits
+
+
 def decode_alone(model, ids, settings, source):
     """The texts of one request by whole passes over all its tokens, without a cache, a copy or a draft."""
     engine = mb.Engine(model, use_cache=False)
-    options = {name: getattr(settings, name) for name in settings.__dataclass_fields__ if name != "draft"}
-    engine.add(ids, mb.Settings(**options), source)
+    engine.add(ids, replace(settings, draft=None), source)
     texts = {}
     while engine.busy:
         for output in engine.step():
@@ -117,6 +129,7 @@ def run_batch(rng, name, count):
     engine = mb.Engine(
         optimize(model) if use_cache and rng.random() < 0.7 else model,
         max_rows=rng.choice((3, 7, 64)),
+        num_pages=rng.choice((None, 20, 40)),  # with few pages requests wait, and give theirs back
         prefill_chunk=rng.choice((None, None, 1, 2, 5, 17, 30)),
         proposer=proposer,
         use_cache=use_cache,
@@ -125,9 +138,11 @@ def run_batch(rng, name, count):
     requests, texts, cancelled, waiting = {}, {}, set(), count
     while engine.busy or waiting:
         for _ in range(min(waiting, rng.choice((0, 1, 2, 9)))):
-            settings = random_settings(rng, with_beams=proposer is None)
-            if settings.draft is not None and not engine.use_cache:
+            settings = random_settings(rng)
+            if settings.draft is not None and (not engine.use_cache or engine.model is model):
                 continue
+            if rng.random() < 0.03:  # a request that fails ends alone
+                settings = replace(settings, logits_processor=fail, draft=None)
             prompt = random_prompt(rng)
             call = ([rng.randrange(VOCAB)] if has_source else prompt, settings, prompt if has_source else None)
             requests[engine.add(*call)] = call
@@ -137,11 +152,16 @@ def run_batch(rng, name, count):
             engine.cancel(chosen)
         interrupt = rng.randint(1, 700) if interrupts and rng.random() < 0.3 else 0
         for output in interrupted_step(engine, interrupt)[0] if interrupt else engine.step():
-            assert output.error is None, output.error
+            if output.error is not None:
+                assert requests[output.request_id][1].logits_processor, output.error
+                cancelled.add(output.request_id)
             texts.setdefault(output.request_id, {}).setdefault(output.sequence_index, []).extend(output.tokens)
+    assert engine.pages.num_in_use == engine.sources.num_in_use == 0
     differing = []
     for request, call in requests.items():
-        alone, found = decode_alone(model, *call), texts.get(request, {})
+        ids, settings, source = call
+        alone = decode_alone(model, ids, replace(settings, logits_processor=()), source)
+        found = texts.get(request, {})
         if request in cancelled:  # what there is of it is the beginning
             alone = {row: alone[row][: len(found[row])] for row in found}
         if found != alone:

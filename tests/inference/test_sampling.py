@@ -7,12 +7,12 @@ import torch
 from support import build_model
 
 import monoblock as mb
-from monoblock.inference.draft_model import DraftModel
+from monoblock.errors import InputError
 from monoblock.inference.engine import Engine
 from monoblock.inference.filters import top_k
 from monoblock.inference.sampling import RandomStream, sample_tokens
 from monoblock.inference.settings import Settings
-from monoblock.inference.speculative import PromptLookup
+from monoblock.inference.speculative import DraftModel, PromptLookup
 
 VOCAB, SEEDS, PROMPT = 5, 3000, [1, 2, 1]
 TEMPERATURE, TOP_K = 1.7, 4
@@ -90,7 +90,7 @@ def test_proposals_of_the_model_itself_are_all_accepted():
     """Sampled with the same uniform numbers: after the prompt a pass of five tokens and one of the last three."""
     engine = Engine(small_model(), proposer=DraftModel(small_model(), 4))
     engine.add(PROMPT, Settings(max_new_tokens=9, temperature=1.0, seed=5))
-    gains = [len(engine.step()) for _ in range(3)]
+    gains = [sum(len(output.tokens) for output in engine.step()) for _ in range(3)]
     assert gains == [1, 5, 3]
     assert not engine.busy
 
@@ -137,3 +137,16 @@ def test_without_a_seed_the_torch_generator_determines_the_text():
         torch.manual_seed(seed)
         texts.append(model.generate(ids, max_new_tokens=10, temperature=2.0).tolist())
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_draft_keeps_its_training_mode_and_is_left_out_for_prompts_beyond_its_context():
+    model = build_model(mb.gpt(vocab=31, width=12, depth=1, heads=3, context=41), seed=1)
+    draft = build_model(mb.gpt(vocab=31, width=12, depth=1, heads=3, context=13), seed=2).train()
+    for length in (5, 13, 29):
+        ids = torch.arange(2 * length).view(2, length) % 31
+        assert torch.equal(model.generate(ids, max_new_tokens=7, draft=draft), model.generate(ids, max_new_tokens=7))
+        assert draft.training
+    engine = Engine(model, proposer=DraftModel(draft.eval()))
+    with pytest.raises(InputError, match="too long for the draft model's context of 13"):
+        engine.add(list(range(13)))
+    assert not engine.busy

@@ -9,10 +9,12 @@ from operator_support import use_kernels_for_toys
 from support import build_model, is_encoder_decoder, random_source, random_tokens, tiny_model
 
 import monoblock as mb
-from monoblock.inference.backends import cpu_step, prepared_model, self_draft
-from monoblock.inference.draft_model import DraftModel
+from monoblock.inference import prepared_model, self_draft
 from monoblock.inference.engine import Engine
+from monoblock.inference.runners.cpu import CpuStack
+from monoblock.inference.self_draft import MAX_TOKENS
 from monoblock.inference.settings import Settings
+from monoblock.inference.speculative import DraftModel
 from monoblock.kernels.cpu import library
 from monoblock.quantization import packing
 
@@ -101,15 +103,13 @@ def test_a_plain_model_has_no_copy():
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_proposals_are_checked_by_the_operator_that_takes_single_steps(rows, monkeypatch):
     """So sums are computed in the same order, and near ties are decided alike."""
-    taken, run = [], cpu_step.FusedStack.__call__
+    taken, step = [], CpuStack.step
 
-    def record(self, x, *args):
-        out = run(self, x, *args)
-        if out is not None:
-            taken.append((self, x.shape[1]))
-        return out
+    def record(self, x, *args, **options):
+        taken.append((self, x.shape[1]))
+        return step(self, x, *args, **options)
 
-    monkeypatch.setattr(cpu_step.FusedStack, "__call__", record)
+    monkeypatch.setattr(CpuStack, "step", record)
     engine = Engine(mb.optimize(gpt()), capacity=41)
     for ids in random_tokens(rows, 5).tolist():
         engine.add(ids, Settings(max_new_tokens=20, draft="8-bit"))
@@ -119,9 +119,9 @@ def test_proposals_are_checked_by_the_operator_that_takes_single_steps(rows, mon
     while engine.busy:
         engine.step()
         steps += 1
-    sizes = [size for stack, size in taken if stack is engine.model.model.decoder.fused_stack]
+    sizes = [size for stack, size in taken if stack is engine.model.model.decoder.cpu_stack]
     assert len(sizes) == steps
-    assert 1 < max(sizes) <= cpu_step.MAX_TOKENS // rows
+    assert 1 < max(sizes) <= MAX_TOKENS // rows
 
 
 def decode(engine, ids, **options):
@@ -140,11 +140,13 @@ def test_the_draft_of_a_request_ends_with_it():
         tokens = decode(engine, ids[0].tolist(), **options)
         plain = {name: value for name, value in options.items() if name != "draft"}
         assert tokens == model.generate(ids, max_new_tokens=9, **plain)[0, 5:].tolist()
-        engine.add(ids[0].tolist(), Settings(max_new_tokens=9, **options))
+        engine.add(ids[0].tolist(), Settings(max_new_tokens=30, **options))
         engine.step()
-        proposer = engine.batch.proposer
-        assert (proposer and f"{proposer.model.config.quantize.bits}-bit") == options.get("draft")
+        engine.step()
+        using = [kind for kind, draft in engine.drafts.items() if draft.own_rows]
+        assert using == [options[name] for name in options if name == "draft"]
         engine.cancel(engine.last_request_id)
+        assert all(draft.pages.num_in_use == 0 and not draft.own_rows for draft in engine.drafts.values())
 
 
 @pytest.mark.parametrize("steps", [0, 2])

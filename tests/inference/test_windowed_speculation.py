@@ -6,8 +6,7 @@ from support import build_model
 
 import monoblock as mb
 from monoblock.config.presets import tiny
-from monoblock.inference.draft_model import DraftModel
-from monoblock.inference.speculative import PromptLookup
+from monoblock.inference.speculative import DraftModel, PromptLookup
 
 VOCAB, NEW = 31, 23
 LLAMA = mb.llama(vocab=VOCAB, width=16, depth=2, heads=2, kv_heads=1, hidden=19, context=256)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from operator_cases import D, beam_search, draw, prompt, search_model, stack, step
+from operator_cases import draw, paged_pass, stack
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from monoblock.inference.supported_models import NATIVE_ACTIVATIONS
@@ -20,12 +20,12 @@ def compiled():
         pytest.skip(library.load_kernels().reason)
 
 
-def changed_stack(changes, **options):
+def changed_stack(changes):
     """A stack whose first block has other fields; a float stands for a weight with one such element."""
-    arguments = stack(**options)
+    arguments = stack()
     first = dict(arguments["blocks"][0])
     for field, value in changes.items():
-        if isinstance(value, float):
+        if isinstance(value, float) and isinstance(first[field], torch.Tensor):
             first[field] = first[field].clone()
             first[field][3, 2] = value
         else:
@@ -34,8 +34,9 @@ def changed_stack(changes, **options):
     return torch.classes.monoblock.NativeStack(**arguments)
 
 
-def encode(native, x=None):
-    return torch.ops.monoblock.encode(native, draw(12, D) if x is None else x, torch.tensor([5, 0, 7]))
+def step_outputs(native):
+    given = paged_pass()
+    return native.run(**given)[torch.arange(2) < given["counts"][:, None]]
 
 
 # -- stacks -----------------------------------------------------------------------------------------------------------
@@ -44,35 +45,24 @@ def encode(native, x=None):
 @pytest.mark.parametrize("part", ["query", "key", "value"])
 def test_nan_in_a_weight_of_attention_makes_every_output_nan(part):
     changes = {f"attention.{part}.weight": math.nan}
-    assert encode(changed_stack(changes, is_plain=True, has_cross=False)).isnan().all()
-    assert changed_stack(changes).step(**step()).isnan().all()
+    assert step_outputs(changed_stack(changes)).isnan().all()
 
 
 @pytest.mark.parametrize("activation", NATIVE_ACTIVATIONS)
 @pytest.mark.parametrize("part", ["gate", "up"])
 def test_nan_in_a_weight_passes_every_activation(part, activation):
     changes = {f"feedforward.{part}.weight": math.nan, "activation": activation}
-    assert encode(changed_stack(changes, is_plain=True, has_cross=False)).isnan().all()
-    assert changed_stack(changes).step(**step()).isnan().all()
+    assert step_outputs(changed_stack(changes)).isnan().all()
 
 
-def test_nan_in_one_text_stays_in_it():
-    native, x = changed_stack({}, is_plain=True, has_cross=False), draw(12, D)
-    x[3, 2] = math.nan
-    out = encode(native, x)
-    assert out[:5].isnan().all()
-    assert torch.equal(out[5:], encode(native)[5:])
-
-
-def test_a_search_with_nan_in_a_query_weight_finds_nothing_with_a_score():
-    native = changed_stack({"attention.query.weight": math.nan}, is_plain=True)
-    model = torch.classes.monoblock.SearchModel(**search_model() | {"stack": native})
-    search = torch.classes.monoblock.BeamSearchBatch(**beam_search() | {"model": model})
-    for _ in range(2):
-        search.add(**prompt())
-    search.step(None, [])
-    (scores, _), _ = search.hypotheses(0)
-    assert not any(math.isfinite(score) for score in scores)
+@pytest.mark.parametrize("causal", [True, False])
+def test_nan_in_one_row_stays_in_it(causal):
+    native, given = changed_stack({}), paged_pass()
+    expected = native.run(**given | {"causal": causal})
+    given["x"][0, 0, 2] = math.nan
+    out = native.run(**paged_pass() | {"x": given["x"], "causal": causal})
+    assert out[0].isnan().all()
+    assert torch.equal(out[1:], expected[1:])
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -116,6 +106,15 @@ def test_an_infinite_value_of_no_weight_gives_nan_as_in_torch():
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
     out, _ = torch.ops.monoblock.attend_causal(q, k, v, 1.0)
     torch.testing.assert_close(out, expected, equal_nan=True)
-    last = torch.ops.monoblock.attend_one_query(q[:, :, 2:], k, v, None, 1.0)
     assert expected[0, 0, 2, 2].isnan()
-    torch.testing.assert_close(last[0], expected[0, :, 2], equal_nan=True)
+
+
+def test_an_infinite_value_of_no_weight_is_not_lost_in_a_step():
+    given, native = paged_pass(), changed_stack({"attention.scale": 1e6, "attention.sinks": None})
+    page = given["tables"][3, 0]
+    for values in given["values"]:
+        values[page, :, 3] = math.inf
+    given |= {"counts": torch.tensor([2, 1, 2, 1])}
+    out = native.run(**given)
+    assert not out[3, 0].isfinite().any()
+    assert out[0].isfinite().all()

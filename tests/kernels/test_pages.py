@@ -10,8 +10,15 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from monoblock.kernels import gpu_attention
-from monoblock.kernels.gpu_attention import PAGE_SIZE, attend_pages, attend_source_pages, make_counters
+from monoblock.kernels import gpu, gpu_attention
+from monoblock.kernels.gpu_attention import (
+    PAGE_SIZE,
+    attend_pages,
+    attend_pages_exactly,
+    attend_source_pages,
+    attend_source_pages_exactly,
+    make_counters,
+)
 
 # Triton's interpreter of loops whose bounds are arrays of one number
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -22,7 +29,8 @@ PAGES = 23
 @pytest.fixture(autouse=True)
 def options(monkeypatch):
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(gpu_attention, "launch_options", lambda: {"PDL": False})
+        for module in (gpu, gpu_attention):
+            monkeypatch.setattr(module, "launch_options", lambda: {"PDL": False})
 
 
 def random(*shape, seed=0, dtype=torch.float16):
@@ -95,7 +103,7 @@ def test_new_tokens_are_written_to_their_pages_and_see_all_before(case, window, 
         visible = (column <= place) & (column > place - (window or 1000))
         row = read(expected_keys, tables[r]), read(expected_values, tables[r])
         expected[r, :count] = softmax_attention(queries, *row, visible.to(DEVICE))
-    counters = make_counters(R, keys)
+    counters = make_counters(R * keys.shape[1], keys.device)
     both = torch.tensor(lengths, device=DEVICE), torch.tensor(counts, device=DEVICE)
     out = attend_pages(
         q, k, v, keys, values, tables, *both,
@@ -137,3 +145,65 @@ def test_other_dtypes_and_head_sizes(size, dtype):
         visible = (torch.arange(6 * PAGE_SIZE, device=DEVICE) <= length)[None]
         expected = softmax_attention(q[r], read(keys, tables[r]), read(values, tables[r]), visible)
         assert_near_in_norm(out[r], expected, 1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("layout", [None, "halves"])
+@pytest.mark.parametrize("window", [None, 19])
+@pytest.mark.parametrize("case", CASES)
+def test_exact_attention_has_the_bits_of_single_tokens(case, window, layout, monkeypatch):
+    """In one pass with the parts of all rows in turn, and token by token with a program for each part."""
+    monkeypatch.setattr(gpu_attention, "EXACT_PART", 64)
+    lengths, counts, (H, G, K), T = CASES[case]
+    R, tables = len(lengths), random_tables(len(lengths), 7)
+    q, k, v = random(R, H, T, K), random(R, T, G, K, seed=1).transpose(1, 2), random(R, G, T, K, seed=2)
+    angles = random(R, 1, T, 3, seed=6, dtype=torch.float32)
+    cos, sin = angles.cos().half(), angles.sin().half()
+
+    def attend(kernel, pools, before, new, first, last):
+        part = slice(first, last)
+        turned = {} if layout is None else {"cos": cos[:, :, part], "sin": sin[:, :, part], "layout": layout}
+        inputs = (one[:, :, part] for one in (q, k, v))
+        numbers = (torch.tensor(one, device=DEVICE) for one in (before, new))
+        return kernel(*inputs, *pools, tables, *numbers, scale=None, window=window, **turned)
+
+    def pools():
+        return random(PAGES, G, PAGE_SIZE, K, seed=4), random(PAGES, G, PAGE_SIZE, K, seed=5)
+
+    monkeypatch.setattr(gpu_attention, "TARGET_PROGRAMS", 1)
+    at_once = attend(attend_pages_exactly, pools(), lengths, counts, 0, T).values
+    expected = attend(attend_pages, pools(), lengths, counts, 0, T).values
+    monkeypatch.setattr(gpu_attention, "TARGET_PROGRAMS", 264)
+    same = pools()
+    for n in range(T):
+        now = [length + n for length in lengths], [int(n < count) for count in counts]
+        single = attend(attend_pages_exactly, same, *now, n, n + 1).values
+        for r, count in enumerate(counts):
+            assert n >= count or torch.equal(single[r, 0], at_once[r, n])
+    for r, count in enumerate(counts):
+        assert_near_in_norm(at_once[r, :count], expected[r, :count], 2e-3)
+
+
+def test_exact_attention_to_sources():
+    lengths, (H, G, K) = torch.tensor((79, 0, 18), device=DEVICE), (4, 2, 32)
+    q, tables = random(3, H, 5, K), random_tables(3, 5)
+    pools = random(PAGES, G, PAGE_SIZE, K, seed=4), random(PAGES, G, PAGE_SIZE, K, seed=5)
+    counts = torch.full_like(lengths, 5)
+    out = attend_source_pages_exactly(q, *pools, tables, lengths, counts, scale=0.3).values
+    assert_near_in_norm(out, attend_source_pages(q, *pools, tables, lengths, counts, scale=0.3).values, 2e-3)
+    single = attend_source_pages_exactly(q[:1, :, 3:4], *pools, tables[:1], lengths[:1], counts[:1], scale=0.3).values
+    assert torch.equal(single[0, 0], out[0, 3])
+
+
+NUMPY = pytest.mark.skipif(DEVICE.type == "cpu", reason="numpy adds up tiles of other sizes in another order")
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 48, 32), (70, 100, 144), pytest.param(200, 300, 256, marks=NUMPY)]
+)
+def test_exact_products_have_the_bits_of_single_rows(rows, outputs, inputs):
+    x, residual = random(rows, inputs), random(rows, outputs, seed=3)
+    weight, bias = random(outputs, inputs, seed=1), random(outputs, seed=2)
+    y = gpu.exact_linear(x, weight, bias, residual)
+    assert_near_in_norm(y, x.double() @ weight.double().T + bias + residual, 2e-3)
+    for first, last in ((0, 1), (rows // 2, rows // 2 + 3), (0, min(rows, 64))):
+        assert torch.equal(gpu.exact_linear(x[first:last], weight, bias, residual[first:last]), y[first:last])

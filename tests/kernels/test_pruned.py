@@ -1,21 +1,22 @@
 """Operators on layers of different sizes: no layer reads what a larger one left in a buffer."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
-from operator_support import record_operator_steps, search_operators
-from support import assert_near_in_norm, build_model, random_source, random_tokens
+from operator_support import use_kernels_for_toys
+from paged_support import PagedRows, assert_close, draw_rows, no_sources, on_whole_sequences
+from support import build_model, random_tokens
 
 import monoblock as mb
 from monoblock.config.model import Repeat
-from monoblock.inference.backends.cpu_search import CpuSearchDecoderState
 from monoblock.inference.engine import Engine
 from monoblock.inference.fast_modules import build_fast_model
-from monoblock.inference.prompt import Prompt
 from monoblock.inference.settings import Settings
 from monoblock.inspection.pruning import prune_heads
 from monoblock.kernels.cpu import library
+from monoblock.quantization.cpu_linear import use_cpu_kernels
 
 TRANSLATOR = {"vocab": 37, "width": 48, "depth": 3, "heads": 6, "hidden": 29, "context": 211}
 ENCODER = {"encoder.1.attention": [0, 1, 2, 4, 5], "encoder.2.attention": [3]}
@@ -29,11 +30,10 @@ FACTOR = 2.0**13  # how much larger the activations of the large layer are
 
 
 @pytest.fixture(autouse=True)
-def operator_steps(monkeypatch):
-    """Whether the operator took each step."""
+def kernels(monkeypatch):
     status = library.load_kernels()
     assert status.is_ready, status.reason
-    return record_operator_steps(monkeypatch)
+    use_kernels_for_toys(monkeypatch)
 
 
 @pytest.fixture
@@ -52,24 +52,20 @@ def test_several_threads_encode_with_unequal_layers_as_fp64_does(set_threads):
     """One thread stays in a layer with a long text while the other goes on to the next with short ones."""
     model = prune_heads(build_model(mb.vaswani(**TRANSLATOR), seed=5), ENCODER)
     lengths = [199] + [2 + n % 3 for n in range(67)]
-    prompts = [Prompt((1,), tuple(row.tolist())) for row in random_tokens(1, sum(lengths), 37)[0].split(lengths)]
-    operators = search_operators(model)
-    assert operators.encoder is not None
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids, fast = random_tokens(*mask.shape, 37), build_fast_model(model)
+    assert fast.encoder.cpu_encoder is not None
     set_threads(2)
-    copy = mb.optimize(model).model
-    results = [CpuSearchDecoderState(copy, 17, 1, operators=operators)._encode_sources(prompts) for _ in range(13)]
+    results = [fast.encode(ids, mask) for _ in range(13)]
     set_threads(1)
-    mask = results[0][1]
-    ids = torch.zeros(mask.shape, dtype=torch.long)
-    ids[mask] = torch.tensor([token for prompt in prompts for token in prompt.source])
     expected = model.double().encode(ids, mask)[mask]
-    for memory, _ in results:
+    for memory in results:
         torch.testing.assert_close(memory[mask].double(), expected, rtol=0, atol=2e-5)
 
 
 def test_a_search_with_pruned_heads_finds_the_texts_of_fp64(set_threads):
     model = prune_heads(build_model(mb.vaswani(**TRANSLATOR), seed=5), ENCODER | DECODER)
-    assert search_operators(model) is not None
+    assert mb.optimize(model).model.decoder.cpu_stack is not None
     settings = Settings(max_new_tokens=11, num_beams=4, eos_token_id=(2,))
 
     def texts(**options):
@@ -93,19 +89,6 @@ def test_a_search_with_pruned_heads_finds_the_texts_of_fp64(set_threads):
 
 
 # -- rows of quantized weights, which are read in groups ---------------------------------------------------------------
-
-
-def prompt_and_step_logits(model, count=3):
-    """The logits of a prompt, many rows, and of some single-token steps after it."""
-    has_source, cache = model.encoder is not None, model.make_cache(2, 17, chunk=5)
-    memory = model.encode(random_source(2)) if has_source else None
-    logits = []
-    for number in range(count + 1):
-        ids = random_tokens(2, 1 if number else 9, seed=number)
-        logits.append(model.decode(ids, memory, cache=cache) if has_source else model(ids, cache=cache))
-        cache.advance(ids.shape[1])
-        memory = None
-    return torch.cat(logits, dim=1)
 
 
 @torch.no_grad()
@@ -144,13 +127,13 @@ def few_hidden():
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("build", [few_heads, few_cross_heads, few_hidden])
 @torch.no_grad()
-def test_a_small_layer_after_a_large_one_reads_zeros_behind_its_rows(build, bits, operator_steps, set_threads):
+def test_a_small_layer_after_a_large_one_reads_zeros_behind_its_rows(build, bits, set_threads):
     set_threads(1)
-    model = mb.quantize(build(), bits=bits, group=32)
-    expected = prompt_and_step_logits(model)
-    assert not operator_steps
+    model = mb.quantize(build(), bits=bits, group=32).eval()
+    inputs = draw_rows((12, 11), 64)
+    sources = draw_rows((17, 4), 64) if model.encoder is not None else no_sources(inputs)
+    expected = on_whole_sequences(copy.deepcopy(model.decoder).double(), inputs, sources)
     for count in (1, 2):
         set_threads(count)
-        assert_near_in_norm(prompt_and_step_logits(build_fast_model(model)), expected)
-    takes_prompts = model.encoder is None and not library.has_matrix_tiles()
-    assert operator_steps == [True] * (8 if takes_prompts else 6)
+        for sizes in ((1, 2), (11, 9)):
+            assert_close(PagedRows(use_cpu_kernels(model).decoder, sources).run(inputs, sizes), expected, 3e-3)

@@ -12,23 +12,36 @@ from monoblock.kernels.cpu import library
 
 TIMEOUT = 600  # seconds, so that a deadlock fails
 
-# So many columns, all of them one in memory, that scratch for one number a column cannot be allocated.
-LARGE_SOURCES = """
+# So many tokens that scratch for all of them cannot be allocated with the address space that is left.
+MANY_TOKENS = """
+import resource
 import sys
 import torch
 import operator_cases
-from operator_cases import G, H, K, V, describe, draw, native_stack, step
+from operator_cases import D, G, H, K, V, describe, draw, native_stack, paged_pass
 
 assert operator_cases.load_kernels().is_ready
 operator_cases.F = 2048  # enough weights for several threads
 torch.set_num_threads(int(sys.argv[1]))
-keys, values = draw(2, G, 1, K).expand(2, G, 2**45, K), draw(2, G, 1, V).expand(2, G, 2**45, V)
-large = {"source_keys": [keys] * 2, "source_values": [values] * 2, "source_mask": None}
-alone = native_stack().step(**step())
+N = 1 << 17
+large = paged_pass() | {
+    "x": draw(4, N, D),
+    "counts": torch.tensor([N, 0, 0, 0]),
+    "lengths": torch.zeros(4, dtype=torch.long),
+    "tables": torch.arange(N // 16, dtype=torch.int32).repeat(4, 1),
+    "keys": [draw(N // 16, G, 16, K)] * 2,
+    "values": [draw(N // 16, G, 16, V)] * 2,
+    "positions": None,
+    "rotary_cos": [draw(N, K // 2)],
+    "rotary_sin": [draw(N, K // 2)],
+    "position_biases": [draw(H, N)],
+}
+alone = native_stack().run(**paged_pass())
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), -1))
 for _ in range(3):
-    print(describe(lambda: native_stack().step(**step() | large)))
-    print(describe(lambda: torch.ops.monoblock.attend_one_query(draw(6, H, 1, K), keys, values, None, 0.3)))
-assert torch.equal(native_stack().step(**step()), alone)
+    print(describe(lambda: native_stack().run(**large)))
+assert torch.equal(native_stack().run(**paged_pass()), alone)
 """
 
 # Thread `failing` of four throws in round `failing`; the others must end, and its error must be the one that is kept.
@@ -77,14 +90,14 @@ def compiled():
 def test_memory_that_cannot_be_allocated_is_an_error_of_python(threads):
     folders = [str(Path(__file__).parents[1]), str(Path(mb.__file__).parents[1])]
     done = subprocess.run(
-        [sys.executable, "-c", LARGE_SOURCES, str(threads)],
+        [sys.executable, "-c", MANY_TOKENS, str(threads)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
     )
     assert done.returncode == 0, done.stderr[-500:]
-    assert [line.partition(": ")[2] for line in done.stdout.splitlines()] == ["std::bad_alloc"] * 6
+    assert [line.partition(": ")[2] for line in done.stdout.splitlines()] == ["std::bad_alloc"] * 3
 
 
 def test_threads_do_not_wait_for_one_that_failed(tmp_path):

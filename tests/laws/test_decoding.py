@@ -11,8 +11,8 @@ import pytest
 import torch
 from support import has_decoder, is_encoder_decoder, law_names, tiny_model
 
-from monoblock.inference.beam import BeamSearch
 from monoblock.inference.engine import Engine
+from monoblock.inference.request import Request
 from monoblock.inference.settings import Settings
 
 DECODERS = law_names(has_decoder)
@@ -73,13 +73,11 @@ def run_engine(engine):
     return [outputs[number] for number in sorted(outputs)]
 
 
-def add_requests(engine, settings, *, beams=False):
+def add_requests(engine, settings):
     for row, prompt in enumerate(prompts()):
         start = engine.model.encoder is not None
         own = settings if settings.seed is None else replace(settings, seed=settings.seed + row)
         engine.add([START] if start else prompt.tolist(), own, prompt.tolist() if start else None)
-        if beams:
-            engine.waiting[-1].beam_search = BeamSearch(own)
     return engine
 
 
@@ -94,11 +92,12 @@ def strip_padding(rows):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_beam_of_one_is_greedy(name):
+def test_a_beam_of_one_is_greedy(name, monkeypatch):
     expected = strip_padding(generate_batch(name, GREEDY))
     assert min(map(len, expected)) < NEW, "no row ends early, so stopping is not tested"
     settings = Settings(eos_token_id=eos_tokens(name), num_beams=1, early_stopping=True, **GREEDY)
-    assert run_engine(add_requests(Engine(tiny_model(name), capacity=CAPACITY), settings, beams=True)) == expected
+    monkeypatch.setattr(Request, "is_beam_search", True)
+    assert run_engine(add_requests(Engine(tiny_model(name), capacity=CAPACITY), settings)) == expected
 
 
 def own_seed(options, row):

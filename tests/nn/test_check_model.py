@@ -9,7 +9,7 @@ from torch import nn
 import monoblock as mb
 from monoblock.classic import lecture
 from monoblock.errors import ConfigError, InputError
-from monoblock.inference.draft_model import DraftModel
+from monoblock.inference.speculative import DraftModel
 
 CONFIG = mb.gpt(vocab=11, width=12, depth=1, heads=2, context=8)
 IDS = torch.zeros(2, 3, dtype=torch.long)

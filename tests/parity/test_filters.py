@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 
 from transformers.generation import logits_process as theirs  # noqa: E402
 
-from monoblock.inference.batch_filters import Filters  # noqa: E402
 from monoblock.inference.filters import TokenHistory  # noqa: E402
+from monoblock.inference.sampler import Filters  # noqa: E402
 from monoblock.inference.settings import Settings  # noqa: E402
 
 B, V, PROMPT, NEW = 7, 61, 17, 5
@@ -92,7 +92,7 @@ def random_inputs(num_new=NEW):
 
 
 def token_history(tokens):
-    return TokenHistory(tokens, torch.full((len(tokens),), tokens.shape[1]))
+    return TokenHistory(tokens, *(torch.full((len(tokens),), length) for length in (tokens.shape[1], PROMPT)))
 
 
 def apply_ours(settings, logits, tokens, num_new):
@@ -166,7 +166,7 @@ def test_rows_of_different_lengths_use_only_their_own_tokens(length):
     bad_words = [[16], [17, 18], [15, 16, 17], [first, first, 21]]
     options = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": bad_words}
     filters = Filters([Settings(**options)] * B, CPU)
-    filtered = filters.apply_constraints(logits, TokenHistory(tokens, lengths), [1] * B)[:1]
+    filtered = filters.apply_constraints(logits, TokenHistory(tokens, lengths, lengths - 1), [1] * B)[:1]
     processors = [
         theirs.RepetitionPenaltyLogitsProcessor(1.3),
         theirs.NoRepeatNGramLogitsProcessor(2),

@@ -27,12 +27,12 @@ from torch.nn.utils.rnn import pad_sequence
 from monoblock.baselines.lstm import EncoderMemory, LSTMState, Recurrent
 from monoblock.errors import InputError
 from monoblock.inference import generate
-from monoblock.inference.batch_filters import Filters, run_processors
-from monoblock.inference.beam import BeamSearch, advance_from_log_probs
+from monoblock.inference.beam import BeamHypothesis, BeamSearches
 from monoblock.inference.evaluation_mode import evaluation_mode
 from monoblock.inference.filters import TokenHistory
 from monoblock.inference.prompt import Prompt, check_prompt, pad_right, parse_prompt
 from monoblock.inference.request import RequestOutput
+from monoblock.inference.sampler import Filters, run_processors
 from monoblock.inference.sampling import RandomStream, fresh_seed
 from monoblock.inference.settings import Settings
 from monoblock.kernels.cpu import onednn
@@ -68,7 +68,6 @@ class Request:
 
     def __post_init__(self) -> None:
         count, seed, is_sampled = self.settings.rows_per_prompt, self.settings.seed, self.settings.temperature > 0
-        self.search = BeamSearch(self.settings) if self.settings.num_beams > 1 else None
         self.new: list[list[int]] = [[] for _ in range(count)]
         self.ended = [False] * count
         seed = fresh_seed() if seed is None and is_sampled else seed or 0
@@ -76,10 +75,7 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        return all(self.ended) if self.search is None else self.search.is_done
-
-    def new_tokens(self, row: int) -> Sequence[int]:
-        return self.new[row] if self.search is None else self.search.running_tokens(row)
+        return all(self.ended)
 
     def append(self, row: int, token: int) -> RequestOutput:
         self.new[row].append(token)
@@ -88,9 +84,7 @@ class Request:
         self.ended[row] = reason is not None
         return RequestOutput(self.id, row, (token,), reason)
 
-    def beam_outputs(self) -> Iterator[RequestOutput]:
-        assert self.search is not None
-        best = self.search.best_hypotheses()
+    def beam_outputs(self, best: Sequence[BeamHypothesis]) -> Iterator[RequestOutput]:
         for index, (tokens, score) in enumerate(best):
             reason = "stop" if tokens and tokens[-1] in self.settings.eos_token_id else self.limit_reason
             yield RequestOutput(self.id, index, tokens, reason, score)
@@ -124,6 +118,7 @@ class Decoder:
         self.context = min(contexts, default=sys.maxsize)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.searches: BeamSearches | None = None  # of the running requests, if they have beams
         self.last_id = 0
 
     def add(self, ids: Sequence[int], settings: Settings, source: Sequence[int] | None = None) -> int:
@@ -158,14 +153,14 @@ class Decoder:
             for model in self.models:
                 stack.enter_context(evaluation_mode(model))
             if self.running:
-                tokens = torch.tensor([request.new_tokens(row)[-1] for request, row in self.rows], device=self.device)
+                tokens = torch.tensor([request.new[row][-1] for request, row in self.rows], device=self.device)
                 all_logits = [member.step(tokens).float() for member in self.members]
             else:
                 all_logits = [logits.float() for logits in self._begin()]
             logits = all_logits[0]
             if len(all_logits) > 1:
                 logits = torch.stack([one.log_softmax(-1) for one in all_logits]).mean(0).log_softmax(-1)
-            outputs = self._choose_tokens(logits) if self.running[0].search is None else self._choose_beams(logits)
+            outputs = self._choose_tokens(logits) if self.searches is None else self._choose_beams(logits)
             unfinished = [request for request in self.running if not request.is_done]
             if len(unfinished) <= 0.75 * len(self.running):  # rows are copied, so not for every request that ends
                 self._keep(unfinished)
@@ -174,11 +169,16 @@ class Decoder:
     def _begin(self) -> list[Tensor]:
         """Make a batch of the first waiting requests; return the logits (rows, V) of each model after the prompts."""
         settings, new = self.waiting[0].settings, [self.waiting.popleft()]
-        while self.waiting and self.waiting[0].settings.batch_key == settings.batch_key:
+        while self.waiting and _shape(self.waiting[0].settings) == _shape(settings):
             if (len(new) + 1) * settings.rows_per_prompt > self.max_rows:
                 break
             new.append(self.waiting.popleft())
         self._set_running(new)
+        self.searches = None
+        if settings.num_beams > 1:
+            self.searches = BeamSearches(settings.num_beams, settings.num_beam_groups, self.device)
+            for request in new:
+                self.searches.add(request.settings, request.settings.max_new_tokens)
         prompts = [request.prompt for request in new]
         logits = [member.start(prompts, settings.rows_per_prompt) for member in self.members]
         if any(one.isnan().any() for one in logits):
@@ -196,15 +196,18 @@ class Decoder:
             kept = [number for number, (request, _) in enumerate(self.rows) if request in requests]
             for member in self.members:
                 member.select(torch.tensor(kept, dtype=torch.long, device=self.device))
+            if self.searches is not None:
+                self.searches.keep([index for index, request in enumerate(self.running) if request in requests])
             self._set_running(requests)
 
     def _constrain(self, logits: Tensor) -> Tensor:
         """Apply to logits (rows, V) what rules tokens out or depends on earlier ones, by the settings of each row."""
-        history, counts = None, [len(request.new_tokens(row)) for request, row in self.rows]
+        history, counts = None, [len(request.new[row]) for request, row in self.rows]
         if self.filters.needs_history:
-            texts = [torch.tensor([*request.prompt.ids, *request.new_tokens(row)]) for request, row in self.rows]
+            texts = [torch.tensor([*request.prompt.ids, *request.new[row]]) for request, row in self.rows]
             padded = pad_sequence(texts, batch_first=True, padding_value=-1).to(self.device)
-            history = TokenHistory(padded, torch.tensor([len(text) for text in texts], device=self.device))
+            sizes = [list(map(len, texts)), [len(request.prompt.ids) for request, _ in self.rows]]
+            history = TokenHistory(padded, *torch.tensor(sizes, device=self.device))
         logits = self.filters.apply_constraints(logits, history, counts)
         if self.filters.has_processors:
             processed = list(logits.split(1))
@@ -223,12 +226,21 @@ class Decoder:
         return [request.append(row, token) for (request, row), token in rows if not request.ended[row]]
 
     def _choose_beams(self, logits: Tensor) -> list[RequestOutput]:
-        searches = [request.search for request in self.running if request.search is not None]
-        unfinished = [request for request in self.running if not request.is_done]
-        origins = advance_from_log_probs(searches, self._constrain(logits.log_softmax(-1)))
+        assert self.searches is not None
+        origins = self.searches.advance(self._constrain(logits.log_softmax(-1)), normalized=True)
+        rows = torch.arange(0, len(self.rows), self.searches.num_beams)[:, None] + origins
         for member in self.members:
-            member.select(torch.tensor(origins, device=self.device), same_sources=True)
-        return [output for request in unfinished if request.is_done for output in request.beam_outputs()]
+            member.select(rows.flatten().to(self.device), same_sources=True)
+        outputs: list[RequestOutput] = []
+        for index, (request, is_done) in enumerate(zip(self.running, self.searches.is_done, strict=True)):
+            if is_done and not request.is_done:
+                outputs += request.beam_outputs(self.searches.best_hypotheses(index))
+            request.new, request.ended = self.searches.tokens(index), [is_done] * len(request.ended)
+        return outputs
+
+
+def _shape(settings: Settings) -> tuple[int, int, int]:
+    return settings.rows_per_prompt, settings.num_beams, settings.num_beam_groups
 
 
 class LSTMRows:

@@ -1,4 +1,4 @@
-"""The decoding engine: it decodes a changing set of requests in one batch, one token per request in each step.
+"""The decoding engine: requests of every shape come and go, and are decoded in one batch.
 
     engine = Engine(mb.optimize(model))
     request_id = engine.add((5, 7, 11), Settings(max_new_tokens=20))
@@ -6,49 +6,129 @@
         for output in engine.step():
             ...
 
-`generate`, `stream`, beam search and speculative decoding all use it.  Each row of the batch has its own settings and
-length, and its tokens do not depend on the other rows.  A request with another number of rows or beams waits until the
-running requests are finished.  A backend computes the steps (backends/select.py): that of a plain model runs its
-modules, that of an optimized model its fast copy.
+It puts four things together: the `Scheduler` decides which tokens run next, `Pages` say where their keys and values
+are, a `Runner` computes logits, and the `Sampler` chooses tokens.  Samples of one prompt are rows that share pages,
+beams are rows that are regrouped after each step, and proposals of speculative decoding are further tokens in the pass
+of a row.  A step commits at its end or not at all.  On a GPU, plain beam searches need no pages: those of one shape run
+together in recorded steps (runners/cuda_search.py).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from monoblock.errors import InputError
-from monoblock.inference.backends.prepared_model import GenerativeModel
-from monoblock.inference.backends.protocol import DecoderState
-from monoblock.inference.backends.select import Backend, choose_backend
-from monoblock.inference.backends.self_draft import make_self_draft
-from monoblock.inference.ensemble import NO_DRAFT_WITH_ENSEMBLE, EnsembleBackend
+from monoblock.errors import InputError, did_you_mean
+from monoblock.inference.beam import BeamHypothesis, BeamSearches
+from monoblock.inference.limits import combine_limits, default_num_pages, limits_of
+from monoblock.inference.pages import OutOfPages, PageCopies, Pages
+from monoblock.inference.prepared_model import GenerativeModel, PreparedModel, make_runner
 from monoblock.inference.prompt import check_prompt, parse_prompt
-from monoblock.inference.request import Request, RequestOutput
-from monoblock.inference.running_batch import RunningBatch
-from monoblock.inference.settings import NO_DRAFT_WITH_BEAMS, Settings, check_count
-from monoblock.inference.speculative import Proposer
+from monoblock.inference.request import (
+    NAN_LOGITS,
+    PLAIN,
+    Edit,
+    Request,
+    RequestOutput,
+    Row,
+    TokenScores,
+    Variant,
+    end_of_text,
+)
+from monoblock.inference.runners.cuda import MAX_STEPS, CudaRunner
+from monoblock.inference.runners.cuda_search import search_shape
+from monoblock.inference.runners.plain import Ensemble, RowPass, Runner, RunResult
+from monoblock.inference.sampler import Sampler, score_tokens
+from monoblock.inference.scheduler import MAX_STEP_TOKENS, Plan, Scheduler
+from monoblock.inference.self_draft import make_self_draft
+from monoblock.inference.settings import Settings, check_count
+from monoblock.inference.speculative import Proposer, accept
+from monoblock.inference.streaming_text import StreamingText
 from monoblock.nn.tap import Tap
+from monoblock.nn.transformer import Transformer
+from monoblock.tokenizers.tokenizer import Tokenizer
 
+T = TypeVar("T")
 GREEDY = Settings()
 DRAFT_NEEDS_CACHE = "speculative decoding needs the key/value cache; write use_cache=True, or leave out the draft"
+NO_DRAFT_WITH_ENSEMBLE = "speculative decoding takes a single model; leave out the draft or the ensemble"
 MAX_BURST = 16  # steps that a GPU runs before tokens are read: after an end token, the rest is in vain
-MIN_CAPACITY = 4096  # tokens per row in a batch, so that later requests fit; less if the context is shorter
+
+
+@dataclass
+class BeamGroup:
+    """Requests whose beams advance together."""
+
+    searches: BeamSearches
+    requests: list[Request]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.requests[0].settings.num_beams, self.requests[0].settings.num_beam_groups
+
+    def keep(self, requests: list[Request]) -> None:
+        if len(requests) < len(self.requests):
+            self.searches.keep([self.requests.index(request) for request in requests])
+            self.requests = requests
+
+
+@dataclass
+class Choice:
+    """What has been run in a step and what comes next; `Engine._commit` makes it true."""
+
+    passes: Sequence[RowPass]
+    captured: dict[Row, dict[str, Tensor]]
+    tokens: dict[Row, list[int]] = field(default_factory=dict)
+    proposed: dict[Row, list[int]] = field(default_factory=dict)
+    scores: dict[Row, list[TokenScores]] = field(default_factory=dict)
+    prompt_scores: dict[Request, list[TokenScores]] = field(default_factory=dict)
+    origins: dict[Request, list[int]] = field(default_factory=dict)  # the beams that those of a search continue
+    failed: dict[Request, Exception] = field(default_factory=dict)
+
+
+def _take_rows(logits: Tensor, index: list[int]) -> Tensor:
+    """Return these rows of logits, which are seldom others than all."""
+    return logits if index == list(range(len(logits))) else logits[index]
+
+
+def _choose_exact(model: GenerativeModel, exact: bool | None, *, others: bool) -> GenerativeModel:
+    """Return the model to decode: an exact copy of a plain model if `exact` asks for it."""
+    is_exact = isinstance(model, PreparedModel) and model.exact
+    if isinstance(model, PreparedModel) and exact is not None and exact != is_exact:
+        wanted = "optimize(model, exact=True)" if exact else "optimize(model)"
+        raise InputError(f"exact={exact} does not fit this optimized model; give the engine mb.{wanted}")
+    if others and (exact or is_exact):
+        raise InputError("an exact engine has one model, without an ensemble and adapters; leave them out, or exact")
+    return PreparedModel(model, exact=True) if exact and not is_exact else model  # type: ignore[arg-type]
+
+
+def _propose_for(proposer: Proposer, rows: Sequence[Row], requests: Sequence[Request]) -> dict[Row, list[int]]:
+    """Return what a proposer proposes for each row of these requests, if it does."""
+    rows = [row for row in rows if row.request in requests]
+    proposals = proposer.propose(rows, [row.num_left - 1 for row in rows])
+    return {row: tokens for row, tokens in zip(rows, proposals, strict=True) if tokens}
 
 
 class Engine:
     """Decode requests together, at most `max_rows` sequences at a time.
 
     capacity: the maximum number of tokens in a sequence, prompt included; by default the model's context.
-    prefill_chunk: the maximum number of prompt tokens in one pass; by default the whole prompt.
-    proposer: proposes tokens for speculative decoding.
+    num_pages: the size of the key/value cache in pages of 16 tokens; by default what `max_rows` sequences may need, but
+        at most a share of the memory.
+    prefill_chunk: the maximum number of prompt tokens in one step; by default the whole prompt.
+    reuses_prefixes: whether a prompt may begin with the keys and values of an earlier one with the same first tokens.
+    proposer: proposes tokens for speculative decoding, for all requests that do not search with beams.
     max_burst: the maximum number of steps that a GPU runs before Python reads the tokens.
     tap: a function that observes or replaces activations, see nn/tap.py.
     ensemble: further models with the same vocabulary, whose log-probabilities are averaged with those of `model`.
+    adapters: by name, models with the same weights and an adapter (`add` takes the name).
+    tokenizer: decodes tokens, for `Settings.stop`.
+    exact: whether the bits of every logit depend on its request alone (see exact.py); by default as `model` is.
     """
 
     def __init__(
@@ -57,242 +137,569 @@ class Engine:
         *,
         max_rows: int = 64,
         capacity: int | None = None,
+        num_pages: int | None = None,
         use_cache: bool = True,
         prefill_chunk: int | None = None,
+        reuses_prefixes: bool = True,
         proposer: Proposer | None = None,
         max_burst: int = MAX_BURST,
         tap: Tap | None = None,
         ensemble: Sequence[GenerativeModel] = (),
+        adapters: Mapping[str, Transformer] | None = None,
+        tokenizer: Tokenizer | None = None,
+        exact: bool | None = None,
     ) -> None:
-        options = {"max_rows": max_rows, "capacity": capacity, "prefill_chunk": prefill_chunk, "max_burst": max_burst}
-        for name, value in options.items():
-            if value is not None or name in ("max_rows", "max_burst"):
-                check_count(name, value, 1)
+        model = _choose_exact(model, exact, others=bool(ensemble or adapters))
+        options = {"max_rows": max_rows, "max_burst": max_burst}
+        optional = {"capacity": capacity, "prefill_chunk": prefill_chunk, "num_pages": num_pages}
+        for name, value in (options | {name: one for name, one in optional.items() if one is not None}).items():
+            check_count(name, value, 1)
         if not hasattr(ensemble, "__len__"):
             raise InputError("ensemble is not a list of models; write ensemble=[second, third]")
         if proposer is not None and not hasattr(proposer, "propose"):
             raise InputError(f"proposer={proposer!r:.60} proposes no tokens; write PromptLookup() or DraftModel(model)")
-        self.model, self.use_cache, self.has_ensemble = model, use_cache, bool(ensemble)
-        backend = choose_backend(model, use_cache=use_cache, tap=tap)
-        if ensemble:
-            others = [choose_backend(other, use_cache=use_cache, tap=tap) for other in ensemble]
-            backend = EnsembleBackend([backend, *others])
         if proposer is not None and not use_cache:
             raise InputError(DRAFT_NEEDS_CACHE)
         if proposer is not None and ensemble:
             raise InputError(NO_DRAFT_WITH_ENSEMBLE)
-        limit = capacity if capacity is not None else backend.context
+        if tap is not None and not callable(tap):
+            raise InputError(f"tap={tap!r:.60} is not valid; write a function (name, activation) -> activation or None")
+        models = [model, *ensemble]
+        self.model, self.models = model, models
+        self.is_exact = isinstance(model, PreparedModel) and model.exact
+        self.limits = combine_limits([limits_of(one) for one in models])
+        limit = capacity if capacity is not None else self.limits.context
         if limit is None:
             raise InputError("this model has no maximum sequence length, so set one in tokens, such as capacity=1024")
-        self.max_rows, self.capacity = max_rows, limit
-        self.min_capacity = limit if capacity is not None else min(limit, MIN_CAPACITY)
-        self.proposer = proposer
-        self.waiting: deque[Request] = deque()
-        self.batch = RunningBatch(backend, prefill_chunk, max_burst)
-        self.num_suspects = 0  # waiting requests to be admitted one by one, because together they have failed
+        self.capacity, self.max_rows, self.max_burst, self.use_cache = limit, max_rows, max_burst, use_cache
+        count = default_num_pages(models, limit, max_rows) if num_pages is None else num_pages + 1
+        self.pages = Pages(count, max_rows)
+        self.sources = Pages(1 + max_rows * -(-(self.limits.max_source or 1 << 16) // 16), max_rows)
+        # A plain model may have changed when the engine has nothing to do, and a tap wants to see every token.
+        self.keeps_prefixes = all(isinstance(one, PreparedModel) for one in models)
+        reuses_prefixes = reuses_prefixes and use_cache and tap is None
+        self.scheduler = Scheduler(
+            self.pages, self.sources, max_rows=max_rows, chunk=prefill_chunk, reuses_prefixes=reuses_prefixes
+        )
+        parts = {"use_cache": use_cache, "tap": tap}
+        runners: list[Runner] = [
+            make_runner(one, self.pages, self.sources, adapters=adapters if one is model else None, **parts)  # type: ignore[arg-type]
+            for one in models
+        ]
+        self.runner = runners[0] if len(runners) == 1 else Ensemble(runners)
+        self.sampler = Sampler(self.limits.device)
+        self.proposer, self.adapters, self.tokenizer = proposer, dict(adapters or {}), tokenizer
+        self.drafts: dict[str, Proposer] = {}  # of requests with Settings.draft, by kind
+        self.beams: list[BeamGroup] = []
+        self.texts: dict[Row, StreamingText] = {}  # of rows with stop strings
+        self.unencoded: list[Request] = []  # admitted, but their sources are not encoded yet
+        self.copies: list[PageCopies] = []  # of pages, to be made before the next pass
         self.last_request_id = 0
-
-    @property
-    def backend(self) -> Backend:
-        return self.batch.backend
-
-    @property
-    def running(self) -> list[Request]:
-        """The requests of the batch, in the order of their rows."""
-        return self.batch.requests
-
-    @property
-    def state(self) -> DecoderState | None:
-        return self.batch.state
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def add(self, ids: Sequence[int], settings: Settings = GREEDY, source: Sequence[int] | None = None) -> int:
+    def add(
+        self,
+        ids: Sequence[int],
+        settings: Settings = GREEDY,
+        source: Sequence[int] | None = None,
+        *,
+        salt: str | None = None,
+        adapter: str | None = None,
+        edits: Sequence[Edit] = (),
+        capture: Sequence[str] = (),
+    ) -> int:
         """Queue a prompt and return the request's id.
 
         For an encoder-decoder `ids` are the first tokens of the target and `source` the tokens of the source.  A prompt
         or setting that this model cannot decode raises InputError here, so that it never affects other requests.
+
+        salt: only requests with the same salt share the cached beginning of their prompts.
+        adapter: the name of one of the engine's adapters.
+        edits: changes of activations, what `mb.ablate`, `mb.patch` and `mb.add_vector` return.
+        capture: names of activations to report with the tokens, as patterns such as "decoder.*.output".
         """
-        prompt, backend = parse_prompt(ids, source), self.backend
-        check_prompt(prompt, backend, self.capacity)
+        prompt = parse_prompt(ids, source)
+        check_prompt(prompt, self.limits, self.capacity)
+        variant = self._check_variant(adapter, edits, capture)
         self._check(settings)
-        if self.proposer is not None:
-            self.proposer.check_prompt(len(prompt.ids))
-        self._make_draft(settings)
         budget = min(settings.max_new_tokens, self.capacity - len(prompt.ids))
         limit_reason = "length" if budget == settings.max_new_tokens else "context"
         if settings.num_beams > 1 and budget != settings.max_new_tokens:  # the search ends at the end of the context
             settings = replace(settings, max_new_tokens=budget, min_new_tokens=min(budget, settings.min_new_tokens))
         self.last_request_id += 1
-        self.waiting.append(Request(self.last_request_id, prompt, settings, budget, limit_reason))
-        return self.last_request_id
-
-    def _make_draft(self, settings: Settings) -> Proposer | None:
-        """Return the proposer of the engine or, if it has none, the draft that a request asks for.
-
-        A batch has the draft of a request that begins it.  The model keeps the copy that it quantizes for the first.
-        """
-        if self.proposer is not None or settings.draft is None:
-            return self.proposer
-        draft = make_self_draft(self.model, settings.draft)
-        # It may have to continue the longest prompt that fits in a batch.
-        return draft if draft is not None and draft.fits_prompt(self.capacity - 1) else None
+        root = (salt, adapter, [id(edit) for edit in variant.edits])
+        request = Request(self.last_request_id, prompt, settings, budget, limit_reason, variant, root)
+        if self.scheduler.num_needed(request) > self.pages.count - 1:
+            raise InputError(
+                f"a prompt of {len(prompt.ids)} tokens with {budget} new ones in {len(request.rows)} rows needs "
+                f"{self.scheduler.num_needed(request)} pages of the key/value cache, which has {self.pages.count - 1}; "
+                f"shorten it, or give the engine more with num_pages"
+            )
+        proposer = self._proposer_of(request)
+        if proposer is not None:
+            proposer.check_prompt(len(prompt.ids))
+        if not self.busy and not self.keeps_prefixes:
+            self.pages.forget()
+        if isinstance(self.runner, CudaRunner) and not self.runner.has_experts:
+            is_short = len(prompt.ids) <= (self.scheduler.chunk or MAX_STEP_TOKENS)
+            request.search_shape = search_shape(request) if is_short else None
+        self.scheduler.add(request)
+        return request.id
 
     def _check(self, settings: Settings) -> None:
         if not hasattr(settings, "check_vocabulary"):
             raise InputError(f"settings={settings!r:.60} is not valid; write mb.Settings(max_new_tokens=20)")
-        settings.check_vocabulary(self.backend.vocab_size)
+        settings.check_vocabulary(self.limits.vocab_size)
         if settings.rows_per_prompt > self.max_rows:
             raise InputError(
                 f"one prompt with {settings.rows_per_prompt} beams or returned sequences does not fit in the engine's "
                 f"{self.max_rows} rows; write max_rows={settings.rows_per_prompt} or more"
             )
-        if settings.num_beams > 1 and self.proposer is not None:
-            raise InputError(NO_DRAFT_WITH_BEAMS)
-        if settings.draft is not None and self.has_ensemble:
+        if settings.draft is not None and len(self.models) > 1:
             raise InputError(NO_DRAFT_WITH_ENSEMBLE)
         if settings.draft is not None and not self.use_cache:
             raise InputError(DRAFT_NEEDS_CACHE)
+        if settings.stop and self.tokenizer is None:
+            raise InputError("stop strings need a tokenizer; write Engine(model, tokenizer=tokenizer)")
+
+    def _check_variant(self, adapter: str | None, edits: Sequence[Edit], capture: Sequence[str]) -> Variant:
+        edits, capture = (tuple(value) if isinstance(value, list | tuple) else (value,) for value in (edits, capture))
+        if adapter is not None and adapter not in self.adapters:
+            raise InputError(f"the engine has no adapter {adapter!r}{did_you_mean(str(adapter), list(self.adapters))}")
+        if (edits or capture) and len(self.models) > 1:
+            raise InputError("edits and capture look into a single model; leave out the ensemble")
+        if (edits or capture) and self.is_exact:
+            raise InputError(
+                "edits and capture run the modules of the model, which are not exact; leave out exact=True"
+            )
+        for edit in edits:
+            if not hasattr(edit, "apply"):
+                raise InputError(
+                    f"edits={edit!r:.60} is not an edit; write mb.ablate(…), mb.patch(…) or mb.add_vector(…)"
+                )
+        if not all(isinstance(name, str) for name in capture):
+            raise InputError("capture takes names of activations; write capture=['decoder.*.output']")
+        return Variant(adapter, edits, capture) if adapter is not None or edits or capture else PLAIN
+
+    def _proposer_of(self, request: Request) -> Proposer | None:
+        """Return what proposes tokens for a request: the engine's proposer, or the draft that its settings ask for."""
+        kind = request.settings.draft
+        if request.is_beam_search:
+            return None
+        if self.proposer is not None or kind is None:
+            return self.proposer
+        if kind not in self.drafts:
+            draft = make_self_draft(self.model, kind)
+            if draft is None:
+                return None
+            self.drafts[kind] = draft
+        return self.drafts[kind]
 
     def cancel(self, request_id: int) -> None:
         """Drop a request, whether it is waiting or running."""
-        self.waiting = deque(request for request in self.waiting if request.id != request_id)
-        with self.backend.inference():
-            self.batch.remove([request for request in self.running if request.id == request_id or request.is_done])
+        self._end([one for one in (*self.scheduler.waiting, *self.running) if one.id == request_id])
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        """Give back everything that these requests have."""
+        for group in self.beams:
+            group.keep([one for one in group.requests if one not in requests])
+        self.beams = [group for group in self.beams if group.requests]
+        for request in requests:
+            self.scheduler.drop(request)
+            for proposer in (self.proposer, *self.drafts.values()):
+                if proposer is not None:
+                    proposer.forget(request)
+            for row in request.rows:
+                self.texts.pop(row, None)
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests that run: those in pages, and then recorded searches, in the order of their admission."""
+        return [*self.scheduler.running, *self.scheduler.searching]
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.scheduler.waiting or self.scheduler.running or self.scheduler.searching)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Generate the next token of every running request, admit waiting requests, and return the new tokens.
+        """Run one step, and return the new tokens.
 
-        A request may get several tokens in one step: accepted proposals, or a burst of steps on a GPU.  A request that
-        fails, for example for lack of memory, ends with the finish reason "error"; the others are not affected.
-
-        A step that is interrupted, as by Ctrl-C, is void: the next step goes on from the tokens returned before it.
+        Every running request gets its next token or, with accepted proposals or on a GPU, several; waiting requests are
+        admitted.  A request that fails ends with the finish reason "error"; the others are not affected.  A step that
+        is interrupted, as by Ctrl-C, is void: the next one goes on from the tokens returned before it.
         """
-        running, waiting = [request for request in self.running if not request.is_done], list(self.waiting)
-        for request in running:
-            request.mark_returned()
+        with self.runner.inference(), self._all_or_nothing():
+            plan = self.scheduler.plan()
+            self.unencoded += plan.admitted
+            self.copies.append(plan.copies)
+            ended = self._run_searches()
+            if not plan.passes:
+                return self._end_searches(ended)
+            if (choice := self._burst(plan)) is not None:
+                return [*self._end_searches(ended), *self._commit(choice)]
+            proposed, failed = self._propose(plan.passes)
+            passes = [self._with_proposals(one, proposed) for one in plan.passes if one.row.request not in failed]
+            requests = list(dict.fromkeys(one.row.request for one in passes))
+            done = self._apart(
+                requests, lambda some: self._run([one for one in passes if one.row.request in some]), failed
+            )
+            outputs = self._end_searches(ended)
+            outputs += [output for problem in failed.items() for output in self._fail(*problem)]
+            for part in done:
+                outputs += self._commit(self._choose(*part, proposed))
+            return outputs
+
+    def _apart(
+        self, requests: Sequence[Request], call: Callable[[Sequence[Request]], T], failed: dict[Request, Exception]
+    ) -> list[T]:
+        """Return the results of a call for all requests; if it fails, call it for parts of them.
+
+        Those for which it fails alone are added to `failed`, so that they do not affect the others.
+        """
         try:
-            with self.backend.inference():
-                return self._step()
+            return [call(requests)] if requests else []
+        except Exception as problem:
+            if len(requests) == 1:
+                failed[requests[0]] = problem
+                return []
+        middle = len(requests) // 2
+        return [
+            *self._apart(requests[:middle], call, failed),
+            *self._apart(requests[middle:], call, failed),
+        ]
+
+    def _burst(self, plan: Plan) -> Choice | None:
+        """Let the GPU run several steps before the tokens are read; return None if a step needs Python."""
+        if not isinstance(self.runner, CudaRunner) or not plan.is_decoding:
+            return None
+        rows = [one.row for one in plan.passes]
+        count = min(self.max_burst, MAX_STEPS, *(row.num_left for row in rows))
+        if count == 1 or any(row.request.is_beam_search or row.request.settings.logprobs is not None for row in rows):
+            return None
+        filters = self.sampler.filters_of(rows)
+        if not filters.is_stateless or any(self._proposer_of(row.request) is not None for row in rows):
+            return None
+        try:
+            self.copies.append(self.pages.reserve([row.place for row in rows], [count] * len(rows)))
+        except OutOfPages:
+            return None
+        self._copy_pages()
+        chosen = self.runner.burst(plan.passes, count, filters)
+        if chosen is None:
+            return None
+        tokens = dict(zip(rows, chosen, strict=True))
+        proposed = {row: own[:-1] for row, own in tokens.items()}
+        passes = [self._with_proposals(one, proposed) for one in plan.passes]
+        return Choice(passes, {}, tokens=tokens, proposed=proposed)
+
+    def _copy_pages(self) -> None:
+        while self.copies:
+            self.runner.copy_pages(self.copies[0])
+            self.copies.pop(0)
+
+    def _propose(self, passes: Sequence[RowPass]) -> tuple[dict[Row, list[int]], dict[Request, Exception]]:
+        """Return proposals for rows that run their newest token, with pages reserved, and the requests that failed."""
+        rows: dict[Proposer, list[Row]] = {}
+        started = {one.row.request: None for one in passes if one.row.request.is_started}
+        proposers = {request: self._proposer_of(request) for request in started if not request.variant.is_apart}
+        for one in passes if any(proposers.values()) else ():
+            proposer = proposers.get(one.row.request)
+            if proposer is not None and len(one.tokens) == 1 and one.row.num_left > 1:
+                rows.setdefault(proposer, []).append(one.row)
+        proposed, failed = dict[Row, list[int]](), dict[Request, Exception]()
+        for proposer, own in rows.items():
+            propose = partial(_propose_for, proposer, own)
+            for part in self._apart(list(dict.fromkeys(row.request for row in own)), propose, failed):
+                proposed |= part
+        for row, tokens in list(proposed.items()):
+            try:
+                self.copies.append(self.pages.reserve([row.place], [1 + len(tokens)]))
+            except OutOfPages:
+                del proposed[row]
+        return proposed, failed
+
+    @staticmethod
+    def _with_proposals(one: RowPass, proposed: Mapping[Row, Sequence[int]]) -> RowPass:
+        more = proposed.get(one.row)
+        return one if not more else one._replace(tokens=[*one.tokens, *more], num_logits=1 + len(more))
+
+    def _run(self, passes: Sequence[RowPass]) -> tuple[Sequence[RowPass], RunResult]:
+        self._copy_pages()
+        if self.unencoded:
+            here = {one.row.request for one in passes}
+            new = [request for request in self.unencoded if request in here]
+            if new and self.limits.has_encoder:
+                self.runner.encode(new)
+            self.unencoded = [request for request in self.unencoded if request not in here]
+        return passes, self.runner.run(passes)
+
+    def _fail(self, request: Request, problem: Exception) -> list[RequestOutput]:
+        outputs = request.fail(problem)
+        self._end([request])
+        return outputs
+
+    # -- choosing tokens ------------------------------------------------------------------------------------------
+
+    def _choose(self, passes: Sequence[RowPass], result: RunResult, proposed: Mapping[Row, list[int]]) -> Choice:
+        """Choose the next tokens of rows whose logits are there; nothing changes but the state of beam searches."""
+        logits, choice = result.logits, Choice(passes, result.captured)
+        place: dict[Row, int] = {}  # of the logits after the newest token of a row
+        first = 0
+        for one in passes:
+            request, count = one.row.request, one.num_logits
+            is_last = one.start + len(one.tokens) >= len(one.row.tokens)
+            if request.settings.score_prompt and not request.is_started:
+                labels = request.prompt.ids[one.start + 1 : one.start + 1 + count]
+                scored = logits[first : first + len(labels)]
+                choice.prompt_scores[request] = score_tokens(scored, labels, request.settings.logprobs or 0)
+                place[one.row] = first + count - 1
+            else:
+                place[one.row] = first
+            if not is_last:
+                del place[one.row]
+            elif not request.is_started:
+                if bool(logits[place[one.row]].isnan().any()):
+                    choice.failed[request] = InputError(NAN_LOGITS)
+                place |= dict.fromkeys(request.rows, place[one.row])
+            first += count
+        rows = [row for row in place if not row.request.is_beam_search and row.request not in choice.failed]
+        if rows:
+            self._choose_tokens(choice, rows, place, proposed, logits)
+        if searching := list(dict.fromkeys(row.request for row in place if row.request.is_beam_search)):
+            self._choose_beams(choice, [one for one in searching if one not in choice.failed], place, logits)
+        return choice
+
+    def _choose_tokens(
+        self,
+        choice: Choice,
+        rows: list[Row],
+        place: Mapping[Row, int],
+        proposed: Mapping[Row, list[int]],
+        logits: Tensor,
+    ) -> None:
+        tokens = [proposed.get(row, []) for row in rows]
+        index = [place[row] + n for row, more in zip(rows, tokens, strict=True) for n in range(1 + len(more))]
+        seen = _take_rows(logits, index)
+        chosen, failed = accept(self.sampler, rows, tokens, seen.float())
+        choice.failed |= {rows[index].request: problem for index, problem in failed.items()}
+        first = 0
+        for row, more, own in zip(rows, tokens, chosen, strict=True):
+            choice.tokens[row], choice.proposed[row] = own, more
+            if row.request.settings.logprobs is not None and own:
+                choice.scores[row] = score_tokens(seen[first : first + len(own)], own, row.request.settings.logprobs)
+            first += 1 + len(more)
+
+    # -- beam search ----------------------------------------------------------------------------------------------
+
+    def _choose_beams(self, choice: Choice, requests: list[Request], place: Mapping[Row, int], logits: Tensor) -> None:
+        """Advance the searches of these requests by one token."""
+        for request in requests:
+            if not request.is_started:
+                self._group_of(request, requests)
+        for group in list(self.beams):
+            ready = [request for request in group.requests if request in requests]
+            if not ready:
+                continue
+            if len(ready) < len(group.requests):  # the others wait for pages
+                other = BeamGroup(BeamSearches(*group.shape, self.limits.device), group.requests)
+                other.searches.restore(group.searches.snapshot())
+                other.keep([request for request in group.requests if request not in ready])
+                group.keep(ready)
+                self.beams.append(other)
+            rows = [row for request in group.requests for row in request.rows]
+            seen = _take_rows(logits, [place[row] for row in rows]).float()
+            filters = self.sampler.filters_of(rows)
+            counts = [length for length in group.searches.lengths for _ in range(group.searches.num_beams)]
+            suppressed = filters.suppressed_tokens(counts)
+            if suppressed is not None and group.requests[0].settings.num_beam_groups == 1:
+                origins = group.searches.advance(seen, suppressed)
+            else:
+                log_probs, failed = self.sampler.constrain(rows, seen.log_softmax(-1))
+                choice.failed |= {rows[index].request: problem for index, problem in failed.items()}
+                origins = group.searches.advance(log_probs, normalized=True)
+            choice.origins |= dict(zip(group.requests, origins.tolist(), strict=True))
+
+    def _group_of(self, request: Request, ready: list[Request]) -> None:
+        """Add the search of a request to a group that advances in this step."""
+        settings = request.settings
+        shape = settings.num_beams, settings.num_beam_groups
+        for group in self.beams:
+            if group.shape == shape and all(one in ready for one in group.requests):
+                break
+        else:
+            group = BeamGroup(BeamSearches(*shape, self.limits.device), [])
+            self.beams.append(group)
+        group.searches.add(settings, request.token_budget)
+        group.requests.append(request)
+
+    def _run_searches(self) -> dict[Request, list[BeamHypothesis]]:
+        """Run some recorded steps of searches without pages; return the best hypotheses of those that have ended.
+
+        If the steps fail, the searches wait again, to run in pages.
+        """
+        requests = self.scheduler.searching
+        if not requests or not isinstance(self.runner, CudaRunner):
+            return {}
+        try:
+            return self.runner.memory.searches.step(requests)
+        except Exception:
+            self.scheduler.searching = []
+            for request in requests:
+                request.search_shape = None
+                self.scheduler.add(request)
+            return {}
+
+    def _end_searches(self, ended: Mapping[Request, Sequence[BeamHypothesis]]) -> list[RequestOutput]:
+        self.scheduler.searching = [request for request in self.scheduler.searching if request not in ended]
+        return [output for one in ended.items() for output in self._beam_outputs(*one)]
+
+    # -- committing -----------------------------------------------------------------------------------------------
+
+    def _commit(self, choice: Choice) -> list[RequestOutput]:
+        """Count what has been run, append the chosen tokens, and return them."""
+        outputs: list[RequestOutput] = []
+        for request, problem in choice.failed.items():
+            outputs += self._fail(request, problem)
+        passes = [one for one in choice.passes if one.row.number is not None]
+        for request, scores in choice.prompt_scores.items():
+            request.prompt_scores += scores
+        events = {row: self._append(row, tokens, choice) for row, tokens in choice.tokens.items() if tokens}
+        counts = [len(one.tokens) - len(choice.proposed.get(one.row, ())) for one in passes]
+        for index, one in enumerate(passes):
+            if choice.proposed.get(one.row):
+                counts[index] += len(events[one.row].tokens) - 1
+        self.scheduler.commit([one.row for one in passes], counts)
+        self._learn(choice)
+        for one in passes:
+            request = one.row.request
+            if not request.is_started and (one.row in events or request in choice.origins):
+                self._begin(request)
+        for group in self.beams:
+            if group.requests[0] in choice.origins:
+                outputs += self._regroup(group, choice.origins)
+        self._end([request for request in choice.origins if request.is_done and request not in choice.failed])
+        for one in passes:
+            if one.row in choice.captured and one.row not in events:
+                outputs.append(RequestOutput(one.row.request.id, one.row.index, (), captured=choice.captured[one.row]))
+        outputs += events.values()
+        for row in events:
+            if row.finish_reason is not None:
+                self.scheduler.give_back_row(row)
+        self._end([request for request in dict.fromkeys(row.request for row in events) if request.is_done])
+        return outputs
+
+    def _append(self, row: Row, tokens: Sequence[int], choice: Choice) -> RequestOutput:
+        """Append tokens to a row, up to the one that ends it, and return them as an output."""
+        request, is_first = row.request, not row.num_new and not row.index
+        new, reason = end_of_text(row, tokens)
+        if request.settings.stop:
+            new, reason = self._stop(row, new, reason)
+        row.tokens += new
+        row.finish_reason = reason
+        prompt_scores = tuple(request.prompt_scores) if is_first else ()
+        scores = tuple(choice.scores.get(row, ()))[: len(new)]
+        captured = choice.captured.get(row)
+        return RequestOutput(
+            request.id, row.index, tuple(new), reason, scores=scores, prompt_scores=prompt_scores, captured=captured
+        )
+
+    def _stop(self, row: Row, new: list[int], reason: str | None) -> tuple[list[int], str | None]:
+        """Return the tokens up to the one that completes a stop string, and the finish reason."""
+        assert self.tokenizer is not None
+        if row not in self.texts:
+            self.texts[row] = StreamingText(self.tokenizer, row.request.settings.stop, row.request.prompt.ids)
+        text = self.texts[row]
+        for index, token in enumerate(new):
+            text.add(token)
+            if text.matched_stop is not None:
+                return new[: index + 1], "stop"
+        return new, reason
+
+    def _learn(self, choice: Choice) -> None:
+        rows: dict[Proposer, list[Row]] = {}
+        for row, tokens in choice.tokens.items():
+            proposer = self._proposer_of(row.request)
+            if proposer is not None and tokens:
+                rows.setdefault(proposer, []).append(row)
+        for proposer, own in rows.items():
+            accepted = [len(choice.tokens[row]) - 1 for row in own]
+            proposer.learn(own, [choice.proposed.get(row, []) for row in own], accepted)
+
+    def _begin(self, request: Request) -> None:
+        """Give the other rows of a request the prompt that its first row has run."""
+        request.is_started = True
+        for row in request.running_rows:
+            if row.number is None:
+                row.number = self.pages.fork(request.rows[0].place)
+
+    def _regroup(self, group: BeamGroup, origins: Mapping[Request, Sequence[int]]) -> list[RequestOutput]:
+        """Let the rows of requests continue the beams that their searches have chosen."""
+        outputs, numbers, continued, searches = list[RequestOutput](), list[int](), list[int](), group.searches
+        last = iter(searches.last_tokens)
+        for index, request in enumerate(group.requests):
+            tokens = [[*request.rows[origin].tokens, next(last)] for origin in origins[request]]
+            if searches.is_done[index]:
+                outputs += self._beam_outputs(request, searches.best_hypotheses(index))
+            for row, own in zip(request.rows, tokens, strict=True):
+                row.tokens, row.finish_reason = own, "stop" if searches.is_done[index] else None
+            places = [row.place for row in request.rows]
+            numbers += places
+            continued += [places[origin] for origin in origins[request]]
+        self.pages.regroup(numbers, continued)
+        return outputs
+
+    @staticmethod
+    def _beam_outputs(request: Request, hypotheses: Sequence[BeamHypothesis]) -> list[RequestOutput]:
+        """Return the outputs of a finished beam search: the best hypotheses, and empty ones if there are too few."""
+        outputs = []
+        for index, (tokens, score) in enumerate(hypotheses):
+            reason = "stop" if tokens and tokens[-1] in request.settings.eos_token_id else request.limit_reason
+            outputs.append(RequestOutput(request.id, index, tuple(tokens), reason, score))
+        missing = range(len(outputs), request.settings.num_return_sequences)
+        return outputs + [RequestOutput(request.id, index, (), "no_hypothesis") for index in missing]
+
+    # -- all or nothing -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Undo what the block has changed if it does not reach its end."""
+        saved = self._save()
+        try:
+            yield
         except BaseException:
-            self.batch.end()  # its state may be that of half a step
-            for request in (*running, *waiting):
-                request.restart()
-            self.waiting = deque((*running, *waiting))
+            self._restore(*saved)
             raise
 
-    def _step(self) -> list[RequestOutput]:
-        new = self._admit_waiting()  # may remove finished requests, so `self.running` is read afterwards
-        if not self.running and not new:
-            return []
-        searched = False
-        try:
-            if not self.running:
-                self._begin_batch(new)
-            count = 0 if new else self.batch.burst_length()
-            if count > 1:
-                outputs = self.batch.run_burst(count)
-            else:
-                found = self.batch.step_search(new)
-                searched = found is not None
-                outputs = found if found is not None else self._step_rows(new)
-        except Exception as problem:
-            return self._end_batch(new, problem)
-        is_closed = self.batch.is_closed or not self.waiting
-        self.batch.remove_finished(wait_for_all=searched and is_closed)  # finished requests cost a search nothing
-        return outputs
+    def _save(self) -> tuple[Any, ...]:
+        scheduler = self.scheduler
+        requests = [*scheduler.running, *(one for one in scheduler.waiting if one.is_started)]
+        rows = [(row, vars(row).copy(), len(row.tokens)) for request in requests for row in request.rows]
+        texts = [(row, text, {**vars(text), "ids": [*text.ids]}) for row, text in self.texts.items()]
+        beams = [(group, group.searches.snapshot(), [*group.requests]) for group in self.beams]
+        own = [(request, vars(request).copy(), len(request.prompt_scores)) for request in requests]
+        lists = [*scheduler.waiting], [*scheduler.running], [*scheduler.searching], [*self.unencoded], [*self.copies]
+        return self.pages.save(), self.sources.save(), lists, rows, own, texts, beams
 
-    def _step_rows(self, new: list[Request]) -> list[RequestOutput]:
-        """Advance the running requests by one token, or by accepted proposals, and begin the new requests."""
-        outputs: list[RequestOutput] = []
-        old, logits = self.running, None
-        if old and self.batch.proposer is not None:
-            outputs += self.batch.speculate()
-        elif old:
-            logits = self.batch.step()
-        if new:
-            new_logits, failed = self._prefill(new)
-            outputs += failed
-            if new_logits is not None:
-                logits = new_logits if logits is None else torch.cat((logits, new_logits))
-        if logits is not None:
-            # With a proposer, the tokens of the requests that were running are chosen already.
-            chosen = self.running[len(old) :] if self.batch.proposer is not None else self.running
-            outputs += self.batch.choose(chosen, logits.float())
-        return outputs
-
-    def _admit_waiting(self) -> list[Request]:
-        """Take requests from the front of the queue and return them.
-
-        It stops at the first request that cannot share the batch: one with another `batch_key`, or with more tokens
-        than a row of the batch holds; and at `max_rows` rows.
-        """
-        admitted: list[Request] = []
-        if self.running and self.batch.is_closed:
-            return admitted
-        rows = sum(request.settings.rows_per_prompt for request in self.running if not request.is_done)
-        while self.waiting and not (self.num_suspects and admitted):
-            request, first = self.waiting[0], next(iter(self.running or admitted), None)
-            fits = first is None or first.settings.batch_key == request.settings.batch_key
-            fits = fits and not (self.running and request.max_length > self.batch.capacity)
-            if not fits or rows + request.settings.rows_per_prompt > self.max_rows:
-                break
-            admitted.append(self.waiting.popleft())
-            rows += request.settings.rows_per_prompt
-        if admitted and self.running:
-            self.batch.remove([request for request in self.running if request.is_done])
-        return admitted
-
-    def _begin_batch(self, new: list[Request]) -> None:
-        longest = max(request.max_length for request in (*new, *self.waiting))
-        capacity = max(self.min_capacity, longest)
-        drafted = next((request for request in new if request.settings.draft is not None), new[0])
-        proposer = self._make_draft(drafted.settings)
-        self.batch.begin(capacity, new[0].settings.rows_per_prompt, proposer)
-
-    # -- failures -------------------------------------------------------------------------------------------------
-
-    def _prefill(self, new: list[Request]) -> tuple[Tensor | None, list[RequestOutput]]:
-        """Begin the new requests: return the logits after their prompts, and the outputs of a request that failed.
-
-        If several requests fail together, they return to the queue and are admitted one by one.
-        """
-        old = self.running
-        try:
-            logits = self.batch.prefill(new)
-        except Exception as problem:
-            if not old:
-                raise
-            self.batch.keep_rows(old)
-            return None, self._end_or_retry(new, problem)
-        self.num_suspects = max(0, self.num_suspects - len(new))
-        return logits, []
-
-    def _end_batch(self, new: list[Request], problem: Exception) -> list[RequestOutput]:
-        """End the running requests after an error; new requests that have not begun return to the queue."""
-        running = self.running
-        self.batch.end()
-        if not running:  # the first requests of a batch have failed
-            return self._end_or_retry(new, problem)
-        self._return_to_queue([request for request in new if request not in running])
-        return [output for request in running if not request.is_done for output in request.fail(problem)]
-
-    def _end_or_retry(self, new: list[Request], problem: Exception) -> list[RequestOutput]:
-        """Return the outputs of a single new request that failed; return several requests to the queue."""
-        self.num_suspects = max(0, self.num_suspects - len(new))
-        if len(new) == 1:
-            return new[0].fail(problem)
-        self._return_to_queue(new)
-        self.num_suspects += len(new)
-        return []
-
-    def _return_to_queue(self, requests: list[Request]) -> None:
-        for request in reversed(requests):
+    def _restore(self, pages: Any, sources: Any, lists: Any, rows: Any, own: Any, texts: Any, beams: Any) -> None:
+        self.pages.restore(pages)
+        self.sources.restore(sources)
+        scheduler = self.scheduler
+        scheduler.waiting, scheduler.running, scheduler.searching, self.unencoded, self.copies = lists
+        for request in set(scheduler.waiting) - {request for request, *_ in own}:
             request.restart()
-            self.waiting.appendleft(request)
+        for row, values, length in rows:
+            vars(row).update(values)
+            del row.tokens[length:]
+        for request, values, length in own:
+            vars(request).update(values)
+            del request.prompt_scores[length:]
+        self.texts = {row: text for row, text, _ in texts}
+        for _, text, values in texts:
+            vars(text).update(values)
+        self.beams = [group for group, _, _ in beams]
+        for group, state, requests in beams:
+            group.searches.restore(state)
+            group.requests = requests

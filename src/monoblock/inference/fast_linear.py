@@ -29,6 +29,7 @@ from monoblock.nn.linear import can_join, join_weights
 from monoblock.quantization.cpu_linear import KERNEL_ROWS, ROW_MULTIPLE
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
 
+MAX_PANEL_ROWS, MIN_PANEL_OUTPUTS = 512, 8000  # where fp32 products in panels are faster than torch's
 MIN_TILE_ROWS = 64  # rows from which fp32 products in matrix tiles are faster than torch's
 
 
@@ -37,7 +38,8 @@ class Choices(NamedTuple):
 
     fuse: bool  # join projections of one input and pad the output table: faster on a GPU
     quantized: bool  # products read vectors of 8 bits: a quantized model on a GPU
-    native: bool  # C++ products and attention for a few rows: fp32 on a CPU
+    native: bool  # C++ products for a few rows: fp32 on a CPU
+    exact: bool = False  # products of which a row has the same bits alone and in any company
 
 
 def take_over(fast: nn.Module, plain: nn.Module) -> None:
@@ -54,6 +56,8 @@ def multiply(
         return layer.multiply(x, layer.bias, residual, next_norm=None if residual is None else next_norm)
     if isinstance(layer, FastLinear) and residual is not None:
         values = x.values.contiguous()
+        if layer.is_exact and values.is_cuda:
+            return Activations(exact_linear(values, layer.weight, layer.bias, residual))
         if kernels.supports_linear(values, layer.weight):
             return Activations(kernels.linear(values, layer.weight, layer.bias, residual))
     out = layer(x.values)
@@ -78,15 +82,37 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, kernel_ro
         return torch.ops.monoblock.linear_dense(x, weight, bias)
     if kernel_rows and rows >= MIN_TILE_ROWS and weight.is_contiguous() and has_matrix_tiles():
         return torch.ops.monoblock.linear_tiles(x, weight, bias)
+    if kernel_rows and rows <= MAX_PANEL_ROWS and len(weight) >= MIN_PANEL_OUTPUTS and weight.is_contiguous():
+        return exact_linear(x, weight, bias)  # a table of logits
     return F.linear(x, weight, bias)
+
+
+def exact_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """Compute activation(F.linear(x, weight, bias)) + residual, every sum in one order, however many rows x has.
+
+    Residual and activation are for a GPU.
+    """
+    if x.is_cuda:
+        return kernels.exact_linear(x.contiguous(), weight, bias, residual, activation)
+    out: Tensor = torch.ops.monoblock.linear_exact(x, weight, bias=bias)
+    return out
 
 
 class FastLinear(nn.Linear):
     def __init__(self, plain: nn.Linear, choices: Choices) -> None:
         take_over(self, plain)
         self.kernel_rows = KERNEL_ROWS["dense"] if choices.native else range(0)
+        self.is_exact = choices.exact
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_exact:
+            return exact_linear(x, self.weight, self.bias)
         return fast_linear(x, self.weight, self.bias, self.kernel_rows)
 
 
@@ -97,8 +123,8 @@ class FusedLinear:
     otherwise copies.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.sizes = [layer.out_features for layer in layers]
+    def __init__(self, layers: Sequence[nn.Linear], *, exact: bool = False) -> None:
+        self.sizes, self.is_exact = [layer.out_features for layer in layers], exact
         weight = adjacent_view([layer.weight.detach() for layer in layers])
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         bias = adjacent_view(biases) if biases else None
@@ -106,11 +132,11 @@ class FusedLinear:
         self.weight, self.bias = join_weights(layers) if weight is None or self.is_copy else (weight, bias)
 
     def __call__(self, x: Activations) -> Tensor:
-        return fast_linear(x.values, self.weight, self.bias)
+        return (exact_linear if self.is_exact else fast_linear)(x.values, self.weight, self.bias)
 
     def supports_gated(self, x: Tensor) -> bool:
         """Return whether `gated_linear` can be used for x (…, K); the two layers are gate and up."""
-        return self.bias is None and kernels.supports_gated_linear(x, self.weight)
+        return not self.is_exact and self.bias is None and kernels.supports_gated_linear(x, self.weight)
 
 
 class FastQuantizedMatrix(QuantizedMatrix):
@@ -190,10 +216,10 @@ def _join(tensors: Sequence[Tensor]) -> Tensor | None:
     return torch.cat(list(tensors)) if view is None else view
 
 
-def fuse_layers(layers: Sequence[nn.Module]) -> FusedLinear | FusedQuantizedLinear | None:
+def fuse_layers(layers: Sequence[nn.Module], *, exact: bool = False) -> FusedLinear | FusedQuantizedLinear | None:
     """Join layers with the same input, so that they are computed as one; return None if they cannot be joined."""
     if can_join(layers):
-        return FusedLinear(cast(Sequence[nn.Linear], layers))
+        return FusedLinear(cast(Sequence[nn.Linear], layers), exact=exact)
     if all(isinstance(layer, FastQuantizedLinear) for layer in layers) and can_join_quantized(layers):
         return FusedQuantizedLinear(cast(Sequence[QuantizedLinear], layers))
     return None

@@ -21,9 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from monoblock.config.model import Sinusoid
 from monoblock.inference.arrange_weights import needs_padding, padded_table
-from monoblock.inference.backends.cpu_attention import attend_one_query, supports_row_kernel
-from monoblock.inference.backends.cpu_step import FusedStack, fuse_stack
 from monoblock.inference.fast_linear import (
     Choices,
     FastLinear,
@@ -32,23 +31,32 @@ from monoblock.inference.fast_linear import (
     FastQuantizedMatrix,
     FusedLinear,
     FusedQuantizedLinear,
+    exact_linear,
     fast_linear,
     fuse_layers,
     multiply,
     reads_rounded,
     take_over,
 )
+from monoblock.inference.runners.cpu import CpuStack, fuse_encoder, fuse_stack
 from monoblock.inference.supported_models import NATIVE_NORMS
 from monoblock.kernels import gpu as kernels
 from monoblock.kernels.cpu.autograd import gelu_tanh_inference
 from monoblock.kernels.cpu.library import load_kernels
 from monoblock.kernels.gpu import ACTIVATION_CODES, Activations, NormInput
-from monoblock.kernels.gpu_attention import attend_step
+from monoblock.kernels.gpu_attention import (
+    attend_pages,
+    attend_pages_exactly,
+    attend_source_pages,
+    attend_source_pages_exactly,
+    supports_pages,
+)
 from monoblock.kernels.gpu_beams import attend_beams, attend_source, supports_beams
 from monoblock.kernels.gpu_quantized import NextNorm, can_join_norm, has_kernel
 from monoblock.nn.attention import Attention
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
+from monoblock.nn.embedding import Embedding
 from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import FeedForward, apply_activation
 from monoblock.nn.heads import Head
@@ -56,40 +64,51 @@ from monoblock.nn.kv_cache.beam_cache import SAME_HYPOTHESIS
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
+from monoblock.nn.kv_cache.paged import PagedLayer, PagedRows, PagedSource
 from monoblock.nn.linear import Linear
 from monoblock.nn.norm import HALF_DTYPES, Norm
+from monoblock.nn.positions import sinusoid
 from monoblock.nn.stack import Stack
 from monoblock.nn.tap import Tap
 from monoblock.nn.token_positions import TokenPositions
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import copy_sharing_weights
-from monoblock.quantization.cpu_linear import KERNEL_ROWS, use_cpu_kernels
+from monoblock.quantization.cpu_linear import KERNEL_ROWS, KernelLinear, use_cpu_kernels
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear
 
 MIN_NATIVE_WEIGHTS = 2_000_000  # for smaller models, compiling the CPU kernels takes longer than they save
 MAX_EXPERT_TOKENS = 64  # for more, it is faster to run each expert on its tokens
 
 
-def build_fast_model(model: Transformer, *, fuse: bool | None = None) -> Transformer:
+def build_fast_model(model: Transformer, *, fuse: bool | None = None, exact: bool = False) -> Transformer:
     """Build the fast copy of a model; `fuse` replaces the choice whether to join projections.
 
-    On a CPU with a C++ compiler, its decoder runs a few tokens at a time in one C++ operator (backends/cpu_step.py).
+    With `exact`, which exact.py allows, the bits of a row depend on no other row.
+
+    On a CPU with a C++ compiler, its decoder runs a few tokens at a time in one C++ operator (runners/cpu.py).
     """
     with torch.inference_mode(False), torch.no_grad():
         on_gpu, is_quantized = model.device.type == "cuda", model.config.quantize is not None
-        large = is_quantized or sum(weight.numel() for weight in model.parameters()) >= MIN_NATIVE_WEIGHTS
+        weights = sum(weight.numel() for weight in model.parameters())
+        large = exact or is_quantized or weights >= MIN_NATIVE_WEIGHTS
         native = large and is_cpu_fp32(model) and load_kernels().is_ready
         copied = use_cpu_kernels(model) if is_quantized else model
         copied = copy_sharing_weights(model).eval() if copied is model else copied
-        choices = Choices(on_gpu if fuse is None else fuse, is_quantized and on_gpu, native and not is_quantized)
+        choices = Choices(on_gpu if fuse is None else fuse, is_quantized and on_gpu, native and not is_quantized, exact)
         fast: Transformer = make_fast(copied, choices)
         if isinstance(fast.head, FastHead):
             fast.head.prepare(fast, choices)
+        if isinstance(fast.decoder, FastStack):
+            fast.decoder.is_exact = exact
         if native and isinstance(fast.decoder, FastStack):
-            fast.decoder.fused_stack = fuse_stack(fast.decoder)
+            fast.decoder.cpu_stack = fuse_stack(fast.decoder)
+            if isinstance(fast.encoder, FastStack):
+                fast.encoder.cpu_encoder = fuse_encoder(fast.encoder)
             for module in fast.modules():
                 if isinstance(module, FeedForward) and module.config.activation == "gelu_tanh":
                     module.activation = gelu_tanh_inference
+                if isinstance(module, KernelLinear):
+                    module.is_exact = exact
         return fast
 
 
@@ -112,12 +131,13 @@ def make_fast(module: Any, choices: Choices) -> Any:
 class FastNorm(Norm):
     def __init__(self, plain: Norm, choices: Choices) -> None:
         take_over(self, plain)
-        self.quantizes = choices.quantized
+        self.quantizes, self.is_exact = choices.quantized, choices.exact
         is_vector = self.weight is None or self.weight.dim() == 1
         self.is_plain = self.config.kind in NATIVE_NORMS and not self.config.unit_offset and is_vector
 
     def run(self, x: Tensor) -> Activations:
         config = self.config
+        x = x.contiguous() if self.is_exact else x
         if not (
             self.is_plain and x.is_cuda and x.dtype in HALF_DTYPES and x.is_contiguous() and kernels.is_available()
         ):
@@ -143,7 +163,7 @@ class FastFeedForward(FeedForward):
     def __init__(self, plain: FeedForward, choices: Choices) -> None:
         take_over(self, plain)
         if choices.fuse and self.gate is not None and self.config.clamp is None:
-            self.fused = fuse_layers([self.gate, self.up])
+            self.fused = fuse_layers([self.gate, self.up], exact=choices.exact)
 
     def run(self, x: Activations, residual: Tensor | None = None, next_norm: NextNorm | None = None) -> Activations:
         return multiply(self.down, self._hidden(x), residual, next_norm)
@@ -158,6 +178,8 @@ class FastFeedForward(FeedForward):
         has_code, fused = activation in ACTIVATION_CODES, self.fused
         if self.gate is None and has_code and isinstance(up, FastQuantizedLinear) and up.has_kernel(values):
             return up.multiply(x, up.bias, activation=activation)
+        if self.gate is None and has_code and isinstance(up, FastLinear) and up.is_exact and values.is_cuda:
+            return Activations(exact_linear(values, up.weight, up.bias, activation=activation))
         if self.gate is None and has_code and isinstance(up, FastLinear) and kernels.supports_linear(values, up.weight):
             return Activations(kernels.linear(values, up.weight, up.bias, activation=activation))
         if fused is None:
@@ -219,9 +241,9 @@ class FastAttention(Attention):
 
     def __init__(self, plain: Attention, choices: Choices) -> None:
         take_over(self, plain)
-        self.uses_row_kernel = choices.native  # the CPU kernel for one query per row
+        self.is_exact = choices.exact
         if choices.fuse:
-            self.fused = fuse_layers([self.query, self.key, self.value])
+            self.fused = fuse_layers([self.query, self.key, self.value], exact=choices.exact)
 
     def run(
         self,
@@ -235,13 +257,11 @@ class FastAttention(Attention):
         cache_write: CacheWrite | None = None,
     ) -> Activations:
         """Return the output for x, plus a residual (see `multiply`); the other arguments are those of `forward`."""
+        if isinstance(layer_cache, (PagedLayer, PagedSource)) and self._has_pages(x.values, context, layer_cache):
+            return multiply(self.output, self._attend_pages(x, context, layer_cache), residual, next_norm)
         stored = layer_cache.stored() if isinstance(layer_cache, CrossAttentionCache) else None
         q, k, v = self._project(x, memory, stored)
-        heads: Tensor | Activations
-        has_row_kernel = self.uses_row_kernel and supports_row_kernel(self, x.values, context, layer_cache, cache_write)
-        if isinstance(layer_cache, LayerCache) and self._supports_step_kernel(q, context, layer_cache):
-            heads = self._attend_step(q, k, v, context, layer_cache)
-        elif self._supports_beam_kernel(q, context, layer_cache):
+        if self._supports_beam_kernel(q, context, layer_cache):
             heads = self._attend_beams(q, k, v, context, layer_cache)
         else:
             q = context.rotate(q)
@@ -252,12 +272,8 @@ class FastAttention(Attention):
                 k, v = layer_cache.update(k, v, cache_write)
             elif layer_cache is not None:
                 layer_cache.fill(k, v)
-            if has_row_kernel:
-                heads = attend_one_query(q, k, v, context, self.config.scale)
-            else:
-                heads = self.attend(q, k, v, context).transpose(1, 2).flatten(2)
-        heads = Activations(heads) if isinstance(heads, Tensor) else heads
-        return multiply(self.output, heads, residual, next_norm)
+            heads = self.attend(q, k, v, context).transpose(1, 2).flatten(2)
+        return multiply(self.output, Activations(heads), residual, next_norm)
 
     def _project(
         self, x: Activations, memory: Tensor | None, stored: KeyValues | None
@@ -277,36 +293,55 @@ class FastAttention(Attention):
             k, v = multiply(self.key, source).values, multiply(self.value, source).values
         return self.split_heads(q, H, self.query_norm), self.split_heads(k, G, self.key_norm), self.split_heads(v, G)
 
-    def _attend_step(
-        self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, layer_cache: LayerCache
+    def _has_pages(self, x: Tensor, context: AttentionContext, layer_cache: PagedLayer | PagedSource) -> bool:
+        """Return whether there is a kernel for the tokens x (B, T, D) of these rows, and it is the one to use."""
+        if self.is_exact:
+            return x.is_cuda
+        rows, mask, size = layer_cache.rows, context.resolved_mask.mask, self.config.key_size(self.width)
+        is_source = isinstance(layer_cache, PagedSource)
+        # The kernels of torch are faster for whole prompts.
+        if rows.encodes if is_source else rows.is_new and rows.is_full:
+            return False
+        names = {term.name for term in mask.terms}
+        is_simple = not names if is_source else "causal" in names and names <= {"causal", "window"}
+        is_simple = is_simple and context.resolved_mask.matrix is None and self._is_plain(context)
+        return is_simple and size == self.config.value_size(self.width) and supports_pages(x, size)
+
+    def _attend_pages(
+        self, x: Activations, context: AttentionContext, layer_cache: PagedLayer | PagedSource
     ) -> Activations:
-        """Attend with one token per row, q (B, H, 1, K); one kernel rotates, writes the cache and attends."""
-        assert layer_cache.keys is not None
-        assert layer_cache.values is not None
-        assert context.cached_lengths is not None
+        """Attend to the pages of each row or of its source, (B, T, H K); one kernel rotates, writes and attends."""
+        rows, pool, scale = layer_cache.rows, layer_cache.pool, self.config.scale
+        attend_own, attend_other = attend_pages_exactly, attend_source_pages_exactly
+        if not self.is_exact:
+            options: dict[str, Any] = {"quantize": reads_rounded(self.output), "finished": rows.counters}
+            attend_own, attend_other = partial(attend_pages, **options), partial(attend_source_pages, **options)
+        if isinstance(layer_cache, PagedSource):
+            assert pool.keys is not None
+            assert pool.values is not None
+            assert rows.source_tables is not None
+            assert rows.source_lengths is not None
+            q = self.split_heads(multiply(self.query, x).values, self.config.heads, self.query_norm)
+            pages = (pool.keys, pool.values, rows.source_tables, rows.source_lengths, rows.counts)
+            return attend_other(q, *pages, scale=scale)
+        q, k, v = self._project(x, None, None)
+        keys, values = pool.allocate(rows.cache.count, k, k.shape[1], k.shape[3], v.shape[3])
         angles = context.rotary_angles
-        return attend_step(
+        return attend_own(
             q,
             k,
             v,
-            layer_cache.keys,
-            layer_cache.values,
-            context.cached_lengths,
-            scale=self.config.scale,
+            keys,
+            values,
+            rows.tables,
+            rows.lengths,
+            rows.counts,
+            scale=scale,
             cos=None if angles is None else angles.cos.contiguous(),
             sin=None if angles is None else angles.sin.contiguous(),
             layout=None if angles is None else "interleaved" if angles.interleaved else "halves",
-            quantize=reads_rounded(self.output),
+            window=self.config.window,
         )
-
-    def _supports_step_kernel(self, q: Tensor, context: AttentionContext, layer_cache: LayerCache) -> bool:
-        keys, values = layer_cache.keys, layer_cache.values
-        if context.cached_lengths is None or keys is None or values is None:
-            return False
-        if not (q.is_cuda and q.dtype in HALF_DTYPES and kernels.is_available()):
-            return False
-        size = keys.shape[-1]
-        return self._is_plain(context) and size == values.shape[-1] and 16 <= size <= 256 and size & (size - 1) == 0
 
     def _is_plain(self, context: AttentionContext) -> bool:
         """Return whether scores are plain products of queries and keys."""
@@ -416,9 +451,11 @@ class FastBlock(Block):
 
 
 class FastStack(Stack):
-    """A stack that runs passes of a few tokens in one C++ operator, if the operator supports the pass."""
+    """A stack that runs the tokens of a decoding step, or encodes sources, in one C++ operator where there is one."""
 
-    fused_stack: FusedStack | None = None
+    cpu_stack: CpuStack | None = None
+    cpu_encoder: CpuStack | None = None
+    is_exact = False
 
     def __init__(self, plain: Stack, choices: Choices) -> None:
         take_over(self, plain)
@@ -435,18 +472,51 @@ class FastStack(Stack):
         tap: Tap | None = None,
     ) -> Tensor:
         assert tap is None, "fast modules have no taps"
-        if (
-            self.fused_stack is not None
-            and cache is not None
-            and self.fused_stack.supports_pass(x, token_positions, cache)
-            and (out := self.fused_stack(x, token_positions, memory_positions, cache)) is not None
-        ):
-            return out
+        if self.cpu_stack is not None and isinstance(cache, PagedRows) and self.cpu_stack.supports(x, cache.num_new):
+            return self._run_pages(self.cpu_stack, x, cache)
+        assert self.cpu_stack is None or not self.is_exact, "the runner gives the operator more tokens than it takes"
+        if self.cpu_encoder is not None and self.cpu_encoder.supports(x, 0):
+            lengths = text_lengths(x, token_positions)
+            if lengths is not None:
+                return self.cpu_encoder.encode(x, lengths)
         inputs = self.block_inputs(x, token_positions, memory, memory_positions, cache)
         hidden = Activations(x)
         for (block, context, options), next_norms in zip(inputs, self.next_norms, strict=True):
             hidden = cast(FastBlock, block).run(hidden, context, next_norms, **options)
         return hidden.values if self.norm is None else self.norm(hidden.values)
+
+    def _run_pages(self, operator: CpuStack, x: Tensor, rows: PagedRows) -> Tensor:
+        """Run new tokens x (B, T, D), of which some are padding, with keys and values in pages."""
+        pools = []
+        for layer, block in zip(rows.cache.pools, self.config.layers(), strict=True):
+            attention, width = block.attention, block.width
+            sizes = (attention.num_kv_heads, attention.key_size(width), attention.value_size(width))
+            pools.append(layer.allocate(rows.cache.count, x, *sizes))
+        sources = [pool.tensors for pool in rows.cache.source_pools if pool is not None]
+        return operator.step(
+            x,
+            rows.lengths,
+            rows.counts,
+            rows.tables,
+            [keys for keys, _ in pools],
+            [values for _, values in pools],
+            [pool["keys"] for pool in sources],
+            [pool["values"] for pool in sources],
+            rows.source_tables,
+            rows.source_lengths,
+            exact=self.is_exact,
+        )
+
+
+def text_lengths(x: Tensor, positions: TokenPositions) -> Tensor | None:
+    """Return the lengths of texts x (B, S, D), or None if they are anything but the beginnings of their rows."""
+    if positions.document is not None or positions.prefix_or_global is not None:
+        return None
+    if positions.valid is None:
+        return torch.full((len(x),), x.shape[1])
+    valid = positions.valid.expand(x.shape[:2])
+    lengths = valid.sum(-1)
+    return lengths if torch.equal(valid, torch.arange(x.shape[1]) < lengths[:, None]) else None
 
 
 def choose_next_norms(stack: Stack) -> list[NextNorms]:
@@ -476,12 +546,31 @@ def _is_plain_rms(norm: Norm) -> bool:
     return norm.config.kind == "rms" and not norm.config.unit_offset and norm.weight is not None
 
 
+class FastEmbedding(Embedding):
+    """An embedding that looks sinusoidal positions up in a table, on a CPU."""
+
+    waves: Tensor | None = None  # (positions, D)
+
+    def __init__(self, plain: Embedding, choices: Choices) -> None:
+        take_over(self, plain)
+
+    def _add_positions(self, x: Tensor, token_positions: TokenPositions) -> Tensor:
+        config, positions = self.config.positions, token_positions.positions
+        if not isinstance(config, Sinusoid) or x.is_cuda:
+            return super()._add_positions(x, token_positions)
+        count = int(positions.max()) + 1
+        if self.waves is None or len(self.waves) < count:
+            self.waves = sinusoid(torch.arange(2 * count), x.shape[-1], config).to(x.dtype)
+        return x + F.embedding(positions, self.waves)
+
+
 class FastHead(Head):
     padded: Tensor | None = None  # the output table with rows of zeros added (see `needs_padding`)
 
     def __init__(self, plain: Head, choices: Choices) -> None:
         take_over(self, plain)
         self.kernel_rows = KERNEL_ROWS["dense"] if choices.native else range(0)
+        self.is_exact = choices.exact
         self.norm_before: FastNorm | None = None  # the last norm of the decoder, if a quantized output reads 8 bits
 
     def prepare(self, model: Transformer, choices: Choices) -> None:
@@ -510,6 +599,8 @@ class FastHead(Head):
         return super()._own_product(x, bias) if multiply is None else multiply(x, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.is_exact:
+            return exact_linear(x, weight, bias)
         if self.padded is not None and bias is None and not kernels.supports_linear(x, weight):
             return F.linear(x, self.padded)[..., : weight.shape[0]]
         return fast_linear(x, weight, bias, self.kernel_rows)
@@ -527,5 +618,6 @@ FAST_MODULES: dict[type[nn.Module], Callable[..., nn.Module]] = {
     Experts: FastExperts,
     Block: FastBlock,
     Stack: FastStack,
+    Embedding: FastEmbedding,
     Head: FastHead,
 }

@@ -6,6 +6,7 @@ A parameter is one number for all rows or a tensor (B, 1).  Filters that depend 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,10 +16,21 @@ PerRow = float | Tensor  # one number for all rows, or one per row as a tensor (
 
 
 class TokenHistory(NamedTuple):
-    """The tokens (B, L) of each row so far, padded with -1 on the right, and the length (B,) of each row."""
+    """The tokens (B, L) of each row so far, padded with -1 on the right, the length (B,) of each row and its prompt."""
 
     tokens: Tensor
     lengths: Tensor
+    prompts: Tensor  # (B,) how many of the tokens are the prompt
+
+    def rows(self, rows: slice) -> TokenHistory:
+        return TokenHistory(self.tokens[rows], self.lengths[rows], self.prompts[rows])
+
+    def new_counts(self, vocabulary: int) -> Tensor:
+        """Return how often each token (B, V) occurs after the prompt."""
+        is_new = torch.arange(self.tokens.shape[1], device=self.tokens.device) >= self.prompts[:, None]
+        tokens = torch.where(is_new & (self.tokens >= 0), self.tokens, vocabulary)
+        counts = torch.zeros(tokens.shape[0], vocabulary + 1, device=tokens.device)
+        return counts.scatter_add(1, tokens, torch.ones_like(tokens, dtype=counts.dtype))[:, :vocabulary]
 
     def occurrence_mask(self, vocabulary: int) -> Tensor:
         """Return a boolean mask (B, V) that is True for tokens that occur in the row."""
@@ -90,6 +102,16 @@ def repetition_penalty(logits: Tensor, penalty: PerRow, history: TokenHistory) -
     return torch.where(history.occurrence_mask(logits.shape[-1]), lowered, logits)
 
 
+def presence_penalty(logits: Tensor, penalty: PerRow, history: TokenHistory) -> Tensor:
+    """Subtract `penalty` from the logits of tokens that occur after the prompt."""
+    return logits - penalty * (history.new_counts(logits.shape[-1]) > 0).to(logits)
+
+
+def frequency_penalty(logits: Tensor, penalty: PerRow, history: TokenHistory) -> Tensor:
+    """Subtract `penalty` from the logit of a token for each time that it occurs after the prompt."""
+    return logits - penalty * history.new_counts(logits.shape[-1]).to(logits)
+
+
 def no_repeat_ngram_size(logits: Tensor, size: int | Tensor, history: TokenHistory) -> Tensor:
     """Rule out tokens that would repeat an n-gram of `size` tokens in the same row; 0 rules out nothing."""
     if isinstance(size, Tensor):
@@ -124,6 +146,12 @@ def bad_words(logits: Tensor, words: tuple[tuple[int, ...], ...], history: Token
         index = (matches.nonzero()[:, 0], torch.tensor(last, device=logits.device))
         logits = logits.index_put(index, -logits.new_tensor(math.inf))
     return logits
+
+
+def logit_bias(logits: Tensor, biases: Mapping[int, float]) -> Tensor:
+    """Add a number to the logits of some tokens."""
+    index = torch.tensor([*biases], device=logits.device)
+    return logits.index_add(-1, index, logits.new_tensor([*biases.values()]).expand(len(logits), -1))
 
 
 def suppress_tokens(logits: Tensor, tokens: tuple[int, ...]) -> Tensor:

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from monoblock.errors import InputError
-from monoblock.inference.backends.prepared_model import GenerativeModel, PreparedModel
-from monoblock.inference.backends.self_draft import make_self_draft
-from monoblock.inference.batch_rows import default_max_rows
-from monoblock.inference.draft_model import DraftModel
 from monoblock.inference.engine import MAX_BURST, Engine
 from monoblock.inference.fast_modules import MIN_NATIVE_WEIGHTS
+from monoblock.inference.limits import default_max_rows
+from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
 from monoblock.inference.prompt import parse_prompt
 from monoblock.inference.request import RequestOutput
-from monoblock.inference.settings import Settings, check_count, parse_settings, split_seeds
-from monoblock.inference.speculative import PromptLookup, Proposer
+from monoblock.inference.self_draft import make_self_draft
+from monoblock.inference.settings import NO_DRAFT_WITH_BEAMS, Settings, check_count, parse_settings, split_seeds
+from monoblock.inference.speculative import DraftModel, PromptLookup, Proposer
 from monoblock.inference.supported_models import reason_not_to_optimize
 from monoblock.inference.token_scores import score_tokens
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
@@ -84,6 +83,8 @@ class GenerateCall:
         self.settings, self.ids, self.tap = parse_settings(options), ids, tap
         self.model = plain = model.plain if isinstance(model, PreparedModel) else model
         proposer = _make_proposer(model, draft, lookup, self.settings.draft)
+        if proposer is not None and self.settings.num_beams > 1:
+            raise InputError(NO_DRAFT_WITH_BEAMS)
         inputs = read_prompts(ids, mask)
         pad = self.settings.pad_token_id
         self.pad_token = pad if pad is not None else (*self.settings.eos_token_id, 0)[0]
@@ -120,7 +121,8 @@ class GenerateCall:
         """Make the engine, or what decodes a model in its own way, for prompts of at most `longest` tokens."""
         capacity = _required_capacity(self.model, longest, self.settings)
         max_rows = max(default_max_rows(self.model, capacity), self.settings.rows_per_prompt)
-        return Engine(model, max_rows=max_rows, capacity=capacity, tap=self.tap, **options)
+        waits = len(self.prompts) * self.settings.rows_per_prompt > max_rows  # else all prompts begin at once
+        return Engine(model, max_rows=max_rows, capacity=capacity, reuses_prefixes=waits, tap=self.tap, **options)
 
     def run(self, *, return_scores: bool) -> Tensor | GeneratedTokens:
         new: dict[tuple[int, int], list[int]] = {sequence: [] for sequence in self.sequences}
@@ -161,7 +163,10 @@ class GenerateCall:
     def score(self, new: list[list[int]]) -> Tensor:
         """Return the log-probabilities (rows, N) of the new tokens, 0 for padding."""
         prompts = [parse_prompt(*prompt) for prompt in self.prompts for _ in range(self.num_return_sequences)]
-        rows, longest = score_tokens(self.model, prompts, new, self.tap), max(map(len, new))
+        alone = getattr(self.engine, "is_exact", False)  # then a row is scored in a pass of its own
+        parts = [slice(n, n + 1) for n in range(len(new))] if alone else [slice(None)]
+        rows = [row for part in parts for row in score_tokens(self.model, prompts[part], new[part], self.tap)]
+        longest = max(map(len, new))
         return torch.tensor([row + [0.0] * (longest - len(row)) for row in rows], device=self.model.device)
 
     def to_tensor(self, new: list[list[int]]) -> Tensor:

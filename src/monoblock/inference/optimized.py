@@ -15,8 +15,8 @@ from typing import Literal, Self, Unpack, overload
 
 from torch import Tensor, nn
 
-from monoblock.inference.backends.prepared_model import PreparedModel
 from monoblock.inference.generate import generate, stream
+from monoblock.inference.prepared_model import PreparedModel
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
 
 
@@ -58,13 +58,15 @@ class OptimizedModel(PreparedModel):
         self.close()
 
 
-def optimize(model: nn.Module) -> OptimizedModel:
+def optimize(model: nn.Module, *, exact: bool = False) -> OptimizedModel:
     """Return a snapshot of a model that decodes faster, with the same tokens (see `OptimizedModel`).
 
     InputError names what cannot be honoured: hooks, subclasses and other modules, parametrizations, sharded weights,
     autocast, training mode, and the few kinds of blocks that have no fast path.
 
+    exact: the bits of every logit depend on its request alone, not on what runs beside it (see inference/exact.py).
+
     The copy shares the weights of the model, except that a GPU has those of projections that are computed together once
     more.  `mb.load`, which owns its model, places them next to each other in memory, so that they are stored once.
     """
-    return OptimizedModel(model)
+    return OptimizedModel(model, exact=exact)

@@ -34,17 +34,18 @@ def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
 
 
 class PromptLimits(Protocol):
-    """What a model accepts as a prompt."""
-
-    vocab_size: int
-    has_encoder: bool  # whether a prompt needs a source
-    source_vocab_size: int | None  # None if there is no encoder, or if it does not read tokens
-    max_source: int | None  # the most tokens of a source, None for no limit
+    """What a model accepts as a prompt (see limits.py)."""
 
     @property
-    def family(self) -> str:
-        """The kind of model, such as "decoder-only", for error texts."""
-        ...
+    def family(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def has_encoder(self) -> bool: ...
+    @property
+    def source_vocab_size(self) -> int | None: ...
+    @property
+    def max_source(self) -> int | None: ...
 
 
 def parse_prompt(ids: Sequence[int], source: Sequence[int] | None = None) -> Prompt:

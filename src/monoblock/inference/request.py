@@ -1,18 +1,19 @@
-"""A request while it is decoded: its prompt and settings, the tokens generated so far, and why each sequence ended."""
+"""A request while it is decoded: its prompt and settings, its rows in the batch, and why each of them ended."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from monoblock.inference.beam import BeamHypothesis, BeamSearch
 from monoblock.inference.prompt import Prompt
 from monoblock.inference.sampling import RandomStream, fresh_seed
 from monoblock.inference.settings import Settings
+from monoblock.nn.kv_cache.paged import PAGE_SIZE
 
 FINISH_REASONS = {
     "stop": "an end token or a stop string",
@@ -21,6 +22,14 @@ FINISH_REASONS = {
     "no_hypothesis": "beam search has found fewer hypotheses than num_return_sequences",
     "error": "the request has failed",
 }
+NAN_LOGITS = "the logits of this model are NaN; its weights are damaged, or too large for the dtype"
+
+
+class TokenScores(NamedTuple):
+    """The log-probability of a token in the distribution of the model, before any filter, and the best tokens."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, log-probability), best first
 
 
 class RequestOutput(NamedTuple):
@@ -32,54 +41,131 @@ class RequestOutput(NamedTuple):
     finish_reason: str | None = None  # see FINISH_REASONS; None while the sequence goes on
     score: float | None = None  # beam search: sum of log-probabilities / length ** length_penalty
     error: Exception | None = None  # what ended the request, if finish_reason is "error"
+    scores: tuple[TokenScores, ...] = ()  # of each new token, if Settings.logprobs asks for them
+    prompt_scores: tuple[TokenScores, ...] = ()  # of the prompt after its first token, in the first output
+    captured: dict[str, Tensor] | None = None  # activations by name, over the tokens run since the last output
 
 
-@dataclass
-class SequenceState:
-    """One sequence that is not part of a beam search."""
+class Edit(Protocol):
+    """A change of activations in the passes of one request, such as what `mb.ablate` returns."""
 
-    random_stream: RandomStream | None = None  # None if decoding is greedy
-    new_tokens: list[int] = field(default_factory=list)
+    def matches(self, name: str) -> bool: ...
+
+    def apply(self, name: str, tensor: Tensor, start: int) -> Tensor:
+        """Return the activation to use instead of `tensor`, whose first token is number `start` of its row."""
+        ...
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How the rows of a request differ from the plain model: rows of different variants run in different passes."""
+
+    adapter: str | None = None
+    edits: tuple[Edit, ...] = ()
+    capture: tuple[str, ...] = ()
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each row has a pass of its own: it is edited or looked into."""
+        return bool(self.edits or self.capture)
+
+
+PLAIN = Variant()
+
+
+@dataclass(eq=False)
+class Row:
+    """One sequence of a request, or one beam."""
+
+    request: Request
+    index: int
+    tokens: list[int]  # with those of the prompt
+    number: int | None = None  # of its row in the pages; None while it waits
     finish_reason: str | None = None
-    returned: tuple[int, str | None] = (0, None)  # number of new tokens and finish reason after the last whole step
+    random_stream: RandomStream | None = None  # None if decoding is greedy
+    digests: list[bytes] = field(default_factory=list)  # of the full pages of `tokens`, as far as they are known
+
+    @property
+    def place(self) -> int:
+        """The number of its row in the pages."""
+        assert self.number is not None
+        return self.number
+
+    @property
+    def num_new(self) -> int:
+        return len(self.tokens) - len(self.request.prompt.ids)
+
+    @property
+    def num_left(self) -> int:
+        return self.request.token_budget - self.num_new
+
+    def uniform(self, offset: int = 0) -> float:
+        """Return the random number that selects the token after `offset` more; 0 if decoding is greedy."""
+        return 0.0 if self.random_stream is None else self.random_stream[self.num_new + offset]
+
+    def page_digests(self, count: int) -> list[bytes]:
+        """Return digests of the first `count` full pages: each stands for all tokens up to the end of its page."""
+        while len(self.digests) < count:
+            end = (len(self.digests) + 1) * PAGE_SIZE
+            before = self.digests[-1] if self.digests else self.request.root_digest
+            self.digests.append(_digest((before, array("q", self.tokens[end - PAGE_SIZE : end]).tobytes())))
+        return self.digests[:count]
 
 
 class Request:
-    """A prompt and its `rows_per_prompt` rows in the batch: the sequences to return or, in beam search, the beams."""
+    """A prompt and its rows: the sequences to return or, in beam search, the beams.
+
+    root: what besides the tokens decides about keys and values (salt, adapter, edits), for the reuse of prefixes.
+    """
 
     def __init__(
-        self, request_id: int, prompt: Prompt, settings: Settings, token_budget: int, limit_reason: str = "length"
+        self,
+        request_id: int,
+        prompt: Prompt,
+        settings: Settings,
+        token_budget: int,
+        limit_reason: str = "length",
+        variant: Variant = PLAIN,
+        root: Iterable[object] = (),
     ) -> None:
-        self.id, self.prompt, self.settings = request_id, prompt, settings
+        self.id, self.prompt, self.settings, self.variant = request_id, prompt, settings, variant
         self.token_budget = token_budget  # maximum number of new tokens, by max_new_tokens and the context
         self.limit_reason = limit_reason  # the finish reason of a sequence that reaches the budget
-        self.seed = fresh_seed() if settings.seed is None and settings.temperature > 0 else settings.seed or 0
-        self.error: Exception | None
-        self.unreported_errors: list[RequestOutput]
-        self.sequences = [SequenceState() for _ in range(settings.rows_per_prompt)]
-        self.restart()
-
-    def mark_returned(self) -> None:
-        """Note that a whole step has returned the tokens so far."""
-        for sequence in self.sequences:
-            sequence.returned = len(sequence.new_tokens), sequence.finish_reason
+        seed = fresh_seed() if settings.seed is None and settings.temperature > 0 else settings.seed or 0
+        streams = [RandomStream(seed, n) if settings.temperature > 0 else None for n in range(settings.rows_per_prompt)]
+        self.rows = [Row(self, index, list(prompt.ids), random_stream=one) for index, one in enumerate(streams)]
+        self.root_digest = _digest([repr(part).encode() for part in (*root, prompt.source)])
+        self.source_number: int | None = None  # of its row in the pages of sources
+        self.is_started = False  # whether its prompt has been run: all its rows have tokens of their own
+        self.prompt_scores: list[TokenScores] = []
+        self.search_shape: object = None  # of a beam search that a GPU may run in recorded steps, see cuda_search.py
 
     def restart(self) -> None:
-        """Go back to the last whole step: to the tokens that it has returned, or to the prompt of a beam search."""
-        self.beam_search = BeamSearch(self.settings) if self.settings.num_beams > 1 else None
-        self.error, self.unreported_errors = None, []
-        is_sampled = self.settings.temperature > 0
-        for row, sequence in enumerate(self.sequences):
-            sequence.random_stream = RandomStream(self.seed, row) if is_sampled else None
-            count, sequence.finish_reason = sequence.returned
-            del sequence.new_tokens[count:]
+        """Return to the state of a request that waits and has not begun."""
+        self.source_number, self.is_started = None, False
+        self.prompt_scores.clear()
+        for row in self.rows:
+            row.number = row.finish_reason = None
+            del row.tokens[len(self.prompt.ids) :]
 
     @property
-    def started_prompt(self) -> Prompt:
-        """The prompt and, if the request has a single row, the tokens that it has got before a restart."""
-        if len(self.sequences) > 1:
-            return self.prompt
-        return Prompt((*self.prompt.ids, *self.sequences[0].new_tokens), self.prompt.source)
+    def source_place(self) -> int:
+        """The number of the row of its source in the pages of sources."""
+        assert self.source_number is not None
+        return self.source_number
+
+    @property
+    def is_beam_search(self) -> bool:
+        return self.settings.num_beams > 1
+
+    @property
+    def running_rows(self) -> list[Row]:
+        """The rows that are not finished."""
+        return [row for row in self.rows if row.finish_reason is None]
+
+    @property
+    def is_done(self) -> bool:
+        return all(row.finish_reason for row in self.rows)
 
     @property
     def max_length(self) -> int:
@@ -88,114 +174,24 @@ class Request:
 
     def fail(self, error: Exception) -> list[RequestOutput]:
         """End the sequences that are not finished, because of an error, and return their last outputs."""
-        self.error = error
-        if self.beam_search is not None:
-            self.beam_search.stop()
-            unfinished = list(range(self.settings.num_return_sequences))
-        else:
-            unfinished = [row for row, sequence in enumerate(self.sequences) if sequence.finish_reason is None]
-        for row in unfinished:
-            self.sequences[row].finish_reason = "error"
-        return [RequestOutput(self.id, row, (), "error", error=error) for row in unfinished]
-
-    @property
-    def is_done(self) -> bool:
-        if self.beam_search is not None:
-            return self.beam_search.is_done
-        return all(sequence.finish_reason for sequence in self.sequences)
-
-    def is_row_done(self, row: int) -> bool:
-        """Return whether a row is finished; other rows of the request may still be running."""
-        return self.is_done or (self.beam_search is None and self.sequences[row].finish_reason is not None)
-
-    @property
-    def num_new_tokens(self) -> int:
-        """The number of new tokens in the longest row."""
-        if self.beam_search is not None:
-            return self.beam_search.length
-        return max(len(sequence.new_tokens) for sequence in self.sequences)
-
-    def num_row_tokens(self, row: int) -> int:
-        """Return the number of new tokens in one row."""
-        return self.beam_search.length if self.beam_search is not None else len(self.sequences[row].new_tokens)
-
-    def row_tokens(self, row: int) -> list[int]:
-        """Return all tokens of one row, including the prompt."""
-        new = self.beam_search.running_tokens(row) if self.beam_search is not None else self.sequences[row].new_tokens
-        return [*self.prompt.ids, *new]
-
-    def last_token(self, row: int) -> int:
-        """Return the newest token of a row, which is the next input; 0 if the row has no new token."""
-        if self.beam_search is not None:
-            return self.beam_search.last_tokens[row]
-        return self.sequences[row].new_tokens[-1] if self.sequences[row].new_tokens else 0
-
-    @property
-    def last_tokens(self) -> list[int]:
-        """The newest token of every row, which is the next input."""
-        if self.beam_search is not None:
-            return self.beam_search.last_tokens
-        return [self.last_token(row) for row in range(len(self.sequences))]
-
-    def uniform(self, row: int, offset: int = 0) -> float:
-        """Return the uniform random number with which a row samples its next token; 0 if decoding is greedy.
-
-        With an `offset`, it is the number for the token that many steps later.
-        """
-        sequence = self.sequences[row]
-        return 0.0 if sequence.random_stream is None else sequence.random_stream[len(sequence.new_tokens) + offset]
-
-    def append_tokens(self, row: int, tokens: Sequence[int]) -> RequestOutput | None:
-        """Append tokens to a row, up to the one that ends it, and return them as an output.
-
-        Return None if the row had ended before.
-        """
-        sequence = self.sequences[row]
-        if sequence.finish_reason:
-            return None
-        new = tokens[: self.token_budget - len(sequence.new_tokens)]
-        ends = [index for index, token in enumerate(new) if token in self.settings.eos_token_id]
-        if ends:
-            new, sequence.finish_reason = new[: ends[0] + 1], "stop"
-        sequence.new_tokens.extend(new)
-        if not sequence.finish_reason and len(sequence.new_tokens) >= self.token_budget:
-            sequence.finish_reason = self.limit_reason
-        return RequestOutput(self.id, row, tuple(new), sequence.finish_reason)
-
-    def beam_outputs(self) -> list[RequestOutput]:
-        """Return the outputs of a finished beam search: the best hypotheses, and empty ones if there are too few."""
-        assert self.beam_search is not None
-        outputs = [self._beam_output(*item) for item in enumerate(self.beam_search.best_hypotheses())]
-        missing = range(len(outputs), self.settings.num_return_sequences)
-        return outputs + [RequestOutput(self.id, index, (), "no_hypothesis") for index in missing]
-
-    def _beam_output(self, sequence_index: int, hypothesis: BeamHypothesis) -> RequestOutput:
-        tokens = hypothesis.tokens
-        finish_reason = "stop" if tokens and tokens[-1] in self.settings.eos_token_id else self.limit_reason
-        return RequestOutput(self.id, sequence_index, tokens, finish_reason, hypothesis.score)
+        count = self.settings.num_return_sequences
+        unfinished = [row.index for row in self.running_rows if row.index < count]
+        for row in self.running_rows:
+            row.finish_reason = "error"
+        return [RequestOutput(self.id, index, (), "error", error=error) for index in unfinished]
 
 
-def request_rows(requests: list[Request]) -> list[tuple[Request, int]]:
-    """Return (request, row within the request) for every row, in the order of the batch."""
-    return [(request, row) for request in requests for row in range(request.settings.rows_per_prompt)]
+def end_of_text(row: Row, tokens: Sequence[int]) -> tuple[list[int], str | None]:
+    """Return which of these next tokens a row takes, and its finish reason if it ends with them."""
+    request, new = row.request, list(tokens[: row.num_left])
+    for index, token in enumerate(new):
+        if token in request.settings.eos_token_id:
+            return new[: index + 1], "stop"
+    return new, request.limit_reason if len(new) >= row.num_left else None
 
 
-def tokens_left(request: Request, row: int) -> int:
-    """Return how many more tokens a row may get."""
-    return request.token_budget - len(request.sequences[row].new_tokens)
-
-
-def error_outputs(requests: list[Request]) -> list[RequestOutput]:
-    """Return the outputs of requests that have failed since the last call."""
-    outputs = [output for request in requests for output in request.unreported_errors]
-    for request in requests:
-        request.unreported_errors = []
-    return outputs
-
-
-def active_mask(requests: list[Request], device: torch.device) -> Tensor | None:
-    """Return a boolean mask (rows,), True for rows that are not finished; None if no row is finished."""
-    if all(request.beam_search is not None and not request.is_done for request in requests):
-        return None
-    is_active = [not request.is_row_done(row) for request, row in request_rows(requests)]
-    return None if all(is_active) else torch.tensor(is_active, device=device)
+def _digest(parts: Iterable[bytes]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()

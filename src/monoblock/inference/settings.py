@@ -41,6 +41,9 @@ class Settings:
     min_p: float = 0.0
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  # subtracted from the logit of each token that the new text has
+    frequency_penalty: float = 0.0  # the same, for each time that it has it
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # added to the logits of these tokens
     no_repeat_ngram_size: int = 0
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     suppress_tokens: tuple[int, ...] = ()
@@ -56,7 +59,11 @@ class Settings:
     num_return_sequences: int = 1
     eos_token_id: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    stop: tuple[str, ...] = ()  # strings that end the text, and are not part of it
     seed: int | None = None
+    priority: int = 0  # requests with a higher one run first
+    logprobs: int | None = None  # report the log-probability of each new token, and of this many of the best ones
+    score_prompt: bool = False  # report those of the tokens of the prompt as well
     draft: str | None = None  # "8-bit" or "4-bit": a quantized copy of the model proposes tokens
     # Functions from the tokens (1, T) and logits (1, V) of a row to its logits, called before the sampling filters.
     logits_processor: tuple[LogitsProcessor, ...] = field(default=(), compare=False)
@@ -65,6 +72,8 @@ class Settings:
         object.__setattr__(self, "logits_processor", _processor_tuple(self.logits_processor))
         for name in ("eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
             object.__setattr__(self, name, _token_tuple(name, getattr(self, name)))
+        object.__setattr__(self, "stop", _stop_tuple(self.stop))
+        object.__setattr__(self, "logit_bias", _check_bias(self.logit_bias))
         words = () if self.bad_words_ids is None else self.bad_words_ids
         if not _is_collection(words):
             raise InputError(f"bad_words_ids={show(words)} is not valid; write a list of words: [[3], [4, 5]]")
@@ -87,6 +96,10 @@ class Settings:
         if not isinstance(self.length_penalty_form, str) or self.length_penalty_form not in LENGTH_OFFSETS:
             forms = " or ".join(map(repr, LENGTH_OFFSETS))
             raise InputError(f"length_penalty_form={show(self.length_penalty_form)} is not valid; write {forms}")
+        if not isinstance(self.score_prompt, bool):
+            raise InputError(f"score_prompt={show(self.score_prompt)} is not valid; write True or False")
+        if self.logprobs is not None:
+            check_count("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.draft is not None and (not isinstance(self.draft, str) or self.draft not in DRAFT_KINDS):
             kinds = " or ".join(map(repr, DRAFT_KINDS))
             raise InputError(
@@ -150,11 +163,6 @@ class Settings:
         """The number of sequences decoded at the same time for one prompt."""
         return self.num_beams if self.num_beams > 1 else self.num_return_sequences
 
-    @property
-    def batch_key(self) -> tuple[int, int, int]:
-        """(rows per prompt, beams, beam groups): only requests for which these are equal can share a batch."""
-        return self.rows_per_prompt, self.num_beams, self.num_beam_groups
-
     def check_vocabulary(self, size: int) -> None:
         """Raise InputError if an option contains a token id outside a vocabulary of this size."""
         options = {
@@ -165,6 +173,7 @@ class Settings:
             "forced_bos_token_id": (self.forced_bos_token_id,),
             "forced_eos_token_id": (self.forced_eos_token_id,),
             "pad_token_id": (self.pad_token_id,),
+            "logit_bias": tuple(self.logit_bias),
         }
         if len(set(self.suppress_tokens)) >= size:
             raise InputError("suppress_tokens contains the whole vocabulary, so that no token is left; leave some out")
@@ -179,6 +188,8 @@ SEED_LIMIT = 2**63
 MAX_COUNT = 2**31 - 1
 MAXIMUMS = {"num_beams": 1024, "num_beam_groups": 1024, "num_return_sequences": 1024}
 MAX_BAD_WORDS = 10_000
+MAX_LOGPROBS = 100
+MAX_STOPS = 100
 # Options that have an effect only in sampling and only in beam search, with the values that switch them off.
 SAMPLING_OPTIONS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 BEAM_OPTIONS = {"length_penalty": 1.0, "length_penalty_form": "length", "early_stopping": False}
@@ -194,12 +205,15 @@ MINIMUMS = {
     "num_beams": 1,
     "num_beam_groups": 1,
     "num_return_sequences": 1,
+    "priority": -MAX_COUNT,
 }
 RANGES = {
     "temperature": (0.0, 1e4, "write 0 for greedy decoding, about 0.8 for varied text"),
     "top_p": (1e-9, 1.0, "write a probability, above 0 and at most 1"),
     "min_p": (0.0, 1.0, "write a fraction of the best token's probability, 0 to 1"),
     "typical_p": (1e-9, 1.0, "write a probability, above 0 and at most 1"),
+    "presence_penalty": (-100.0, 100.0, "write 0 for no penalty, up to about 2 to discourage repetition"),
+    "frequency_penalty": (-100.0, 100.0, "write 0 for no penalty, up to about 2 to discourage repetition"),
     "repetition_penalty": (1e-3, 1e3, "write 1 for no penalty, about 1.2 to discourage repetition"),
     "diversity_penalty": (0.0, 1e6, "write 0 or more"),
     "length_penalty": (-50, 50, "write 0 for no penalty, above 0 to prefer long texts"),
@@ -238,8 +252,37 @@ def _token_tuple(name: str, value: int | Sequence[int] | None) -> tuple[int, ...
     return cast(tuple[int, ...], tokens)
 
 
+def _stop_tuple(value: object) -> tuple[str, ...]:
+    """Convert one stop string, several or None to a tuple."""
+    stops: tuple[Any, ...] = (value,) if isinstance(value, str) else () if value is None else (value,)
+    if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):
+        stops = tuple(value)
+    if not all(isinstance(stop, str) and stop for stop in stops):
+        raise InputError(
+            f"stop={show(value)} is not valid; write a string that is not empty, or a list of such strings"
+        )
+    if len(stops) > MAX_STOPS:
+        raise InputError(f"stop has {len(stops)} strings; give at most {MAX_STOPS}")
+    return stops
+
+
+def _check_bias(value: object) -> dict[int, float]:
+    """Return the biases of tokens as a dictionary of numbers."""
+    given = {} if value is None else value
+    if not isinstance(given, Mapping):
+        raise InputError(f"logit_bias={show(value)} is not valid; write numbers by token id: {{50: -2.5}}")
+    for token, bias in given.items():
+        _token_tuple("logit_bias", token)
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -1000 <= bias <= 1000:
+            raise InputError(f"logit_bias={show(value)} is not valid; a bias is a number from -1000 to 1000")
+    return dict(given)
+
+
+ENGINE_OPTIONS = ("stop", "priority", "logprobs", "score_prompt")  # of `Engine.add`; the outputs of a step report them
 # Names that other libraries use for the same.
 OTHER_NAMES = {
+    "stop": "; it needs a tokenizer: mb.load(folder).generate(text, stop=…), or an Engine with a tokenizer",
+    "logprobs": "; write return_scores=True, or mb.Settings(logprobs=…) for an Engine",
     "do_sample": "; write temperature=1.0 to sample, or leave it out for the most probable token",
     "max_length": "; write max_new_tokens, the number of tokens without those of the prompt",
     "max_tokens": "; write max_new_tokens",
@@ -249,7 +292,7 @@ OTHER_NAMES = {
 
 def parse_settings(options: Mapping[str, Any]) -> Settings:
     """Build `Settings` from keyword arguments; raise InputError for an unknown name, with the nearest known name."""
-    known = [field.name for field in fields(Settings)]
+    known = [field.name for field in fields(Settings) if field.name not in ENGINE_OPTIONS]
     for name in options:
         if name not in known:
             hint = OTHER_NAMES.get(name) or did_you_mean(name, known)

@@ -11,124 +11,81 @@ often proposes the model's token if the two distributions are similar.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from monoblock.inference.backends.protocol import RollbackState
-from monoblock.inference.backends.speculative_graph import SPARE_TOKENS, LookupProposals, SpeculativeGraphState
-from monoblock.inference.batch_filters import Filters, choose_tokens
-from monoblock.inference.prompt import Prompt
-from monoblock.inference.recorded_rounds import run_recorded_rounds
-from monoblock.inference.request import Request, RequestOutput, active_mask, request_rows, tokens_left
+from monoblock.errors import InputError, with_article
+from monoblock.inference.pages import OutOfPages, Pages
+from monoblock.inference.prepared_model import GenerativeModel, PreparedModel, make_runner
+from monoblock.inference.request import Request, Row, end_of_text
+from monoblock.inference.runners.plain import RowPass, Runner
+from monoblock.inference.sampler import Sampler
 from monoblock.inference.settings import check_count
+from monoblock.nn.check_model import check_model
+from monoblock.nn.transformer import Transformer
+
+MAX_DRAFT_ROWS = 512
+MAX_DRAFT_PAGES = 1 << 16
 
 
 class Proposer(Protocol):
-    """An object that proposes the next tokens of every row in a batch."""
-
-    def reset(self, capacity: int, rows_per_prompt: int) -> None:
-        """Begin a new batch, whose rows have at most `capacity` tokens each."""
-        ...
+    """An object that proposes the next tokens of rows."""
 
     def check_prompt(self, length: int) -> None:
         """Raise InputError if the proposer cannot propose tokens for a prompt of this length."""
         ...
 
-    def prefill(self, prompts: Sequence[Prompt]) -> None:
-        """Append rows for new prompts to the batch."""
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[list[int]]:
+        """Propose next tokens of each row, at most as many as its limit."""
         ...
 
-    def run_rounds(self, state: RollbackState, requests: list[Request]) -> list[RequestOutput] | None:
-        """Run several recorded rounds on a GPU, and append their tokens; None if these cannot be recorded."""
+    def learn(self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+        """Note how many proposals have been accepted; `row.tokens` has them, and the token after them, by now."""
         ...
 
-    def propose(
-        self, rows: Sequence[Sequence[int]], requests: list[Request], max_tokens: int, active: Tensor | None
-    ) -> Tensor:
-        """Propose the next tokens of each row and return them as (rows, count), where count is at most `max_tokens`.
-
-        rows: all tokens of each row so far, including the prompt.
-        active: a mask (rows,) of the rows that are not finished; None if no row is finished.
-        """
-        ...
-
-    def commit(self, counts: Tensor) -> None:
-        """Update the proposer after a step in which the rows have gained `counts` (rows,) tokens.
-
-        These are the accepted proposals of each row and one more token, which the model has chosen.
-        """
-        ...
-
-    def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
-        """Keep only the rows with these indices, and put them in this order.
-
-        `sources` are the indices of the prompts that are kept; None keeps all.
-        """
-        ...
-
-    def release(self) -> None:
-        """End the batch when all its rows are finished."""
+    def forget(self, request: Request) -> None:
+        """Note that a request has ended."""
         ...
 
 
-def speculate(state: RollbackState, proposer: Proposer, requests: list[Request], capacity: int) -> list[RequestOutput]:
-    """Let the proposer propose tokens, check them in one pass of the model, and append the accepted ones.
+def accept(
+    sampler: Sampler, rows: Sequence[Row], proposed: Sequence[Sequence[int]], logits: Tensor
+) -> tuple[list[list[int]], dict[int, Exception]]:
+    """Return the model's next tokens of each row, up to and including the first that differs from its proposal.
 
-    On a GPU, several rounds run before the tokens are read.
+    logits: those after the newest token of each row and after each of its proposals, one row after the other.
+    A row whose logits processor has failed is in the second result, with the error.
     """
-    if (recorded := proposer.run_rounds(state, requests)) is not None:
-        return recorded
-    pairs = request_rows(requests)
-    rows = [request.row_tokens(row) for request, row in pairs]
-    running = {index for index, (request, row) in enumerate(pairs) if not request.is_row_done(row)}
-    left = max(tokens_left(*pairs[index]) for index in running)
-    room = min(capacity - len(rows[index]) for index in running)
-    max_tokens = min(left - 1, room, state.max_droppable - 1)  # the newest token of each row is checked too
-    active = active_mask(requests, state.device)
-    proposed = proposer.propose(rows, requests, max_tokens, active)  # (rows, count)
-    last_tokens = torch.tensor([tokens[-1:] for tokens in rows], device=state.device)
-    logits = state.score_tokens(torch.cat((last_tokens, proposed.to(state.device)), 1), active).float()
-    outputs = _accept(requests, running, proposed.tolist(), logits)
-    counts = [0] * len(pairs)
-    for index, _ in outputs:
-        counts[index] += 1
-    accepted = torch.tensor(counts, device=state.device)
-    state.commit(accepted)
-    proposer.commit(accepted)
-    return [output for _, output in outputs]
-
-
-def _accept(
-    requests: list[Request], running: set[int], proposed: list[list[int]], logits: Tensor
-) -> list[tuple[int, RequestOutput]]:
-    """Append the model's tokens to each running row, up to and including the first that differs from its proposal.
-
-    running: the indices of the rows that are not finished.
-    proposed: `count` tokens for each row.
-    logits: (rows, count + 1, V), the model's logits after the newest token and after each proposal.
-    Return (row index, output) for each appended token.
-    """
-    pairs, running = request_rows(requests), set(running)
-    filters = Filters([request.settings for request, _ in pairs], logits.device)
-    best = logits.argmax(-1).T.tolist() if filters.is_stateless and not filters.has_sampling else None
-    outputs: list[tuple[int, RequestOutput]] = []
-    for position in range(logits.shape[1]):
-        tokens = best[position] if best is not None else choose_tokens(requests, logits[:, position], filters)
-        for index in sorted(running):
-            request, row = pairs[index]
-            output = request.append_tokens(row, tokens[index : index + 1])
-            if output is None:  # a logits processor has failed
-                running.discard(index)
+    first, chosen, failed = [0], [list[int]() for _ in rows], dict[int, Exception]()
+    for tokens in proposed:
+        first.append(first[-1] + 1 + len(tokens))
+    best: list[int] | None = None
+    filters = sampler.filters_of(rows)
+    if filters.is_stateless and not filters.has_sampling and len(logits) > len(rows):
+        best = filters.choose(logits, logits[:, 0]).tolist()
+    alive, position = list(range(len(rows))), 0
+    while alive:
+        if best is not None:
+            tokens = [best[first[index] + position] for index in alive]
+        else:
+            seen = logits if len(alive) == len(logits) else logits[[first[index] + position for index in alive]]
+            ahead = [proposed[index][:position] for index in alive] if position else None
+            tokens, problems = sampler.choose([rows[index] for index in alive], seen, ahead)
+            failed |= {alive[number]: problem for number, problem in problems.items()}
+        goes_on = []
+        for index, token in zip(alive, tokens, strict=True):
+            if index in failed:
                 continue
-            outputs.append((index, output))
-            if output.finish_reason or proposed[index][position : position + 1] != tokens[index : index + 1]:
-                running.discard(index)
-        if not running:
-            break
-    return outputs
+            chosen[index].append(token)
+            is_proposed = list(proposed[index][position : position + 1]) == [token]
+            if is_proposed and end_of_text(rows[index], chosen[index])[1] is None:
+                goes_on.append(index)
+        alive, position = goes_on, position + 1
+    return chosen, failed
 
 
 class PromptLookup:
@@ -142,52 +99,146 @@ class PromptLookup:
         check_count("max_ngram", max_ngram, 1)
         self.num_proposals, self.max_ngram = num_proposals, max_ngram
 
-    def reset(self, capacity: int, rows_per_prompt: int) -> None:
-        """Do nothing: a prompt lookup keeps no state."""
-
     def check_prompt(self, length: int) -> None:
         """Do nothing."""
 
-    def prefill(self, prompts: Sequence[Prompt]) -> None:
+    def learn(self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+        """Do nothing: a prompt lookup keeps no state."""
+
+    def forget(self, request: Request) -> None:
         """Do nothing."""
 
-    def commit(self, counts: Tensor) -> None:
-        """Do nothing."""
-
-    def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
-        """Do nothing."""
-
-    def release(self) -> None:
-        """Do nothing."""
-
-    def run_rounds(self, state: RollbackState, requests: list[Request]) -> list[RequestOutput] | None:
-        """Run recorded rounds, in which the tokens are looked up on the device."""
-
-        def make_proposals(state: SpeculativeGraphState) -> LookupProposals:
-            columns = state.capacity + SPARE_TOKENS
-            rows = [request.row_tokens(row) for request, row in request_rows(requests)]
-            padded = [[*tokens, *[0] * (columns - len(tokens))] for tokens in rows]
-            return LookupProposals(torch.tensor(padded, device=state.device), self.num_proposals, self.max_ngram)
-
-        found = run_recorded_rounds(state, requests, self.num_proposals, make_proposals)
-        return None if found is None else found[0]
-
-    def propose(
-        self, rows: Sequence[Sequence[int]], requests: list[Request], max_tokens: int, active: Tensor | None
-    ) -> Tensor:
-        count = min(self.num_proposals, max_tokens)
-        proposals = [self._find_continuation(list(tokens), count) for tokens in rows]
-        return torch.tensor(proposals, dtype=torch.long).view(len(rows), count)
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[list[int]]:
+        limits = [min(self.num_proposals, limit) for limit in limits]
+        return [self._find_continuation(row.tokens, limit) for row, limit in zip(rows, limits, strict=True)]
 
     def _find_continuation(self, tokens: list[int], count: int) -> list[int]:
         """Return the `count` tokens that followed when the last n tokens occurred before, most recently.
 
-        A larger n is preferred.  If fewer than `count` tokens follow, the last token of the row is repeated.
+        A larger n is preferred; there are fewer tokens if the text ends before.
         """
         for size in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
             ngram = tokens[-size:]
             for start in range(len(tokens) - size - 1, -1, -1):
                 if tokens[start : start + size] == ngram:
-                    continuation = tokens[start + size : start + size + count]
-                    return (continuation + [tokens[-1]] * count)[:count]
-        return [tokens[-1]] * count
+                    return tokens[start + size : start + size + count]
+        return []
+
+
+class DraftModel:
+    """Propose up to `max_proposals` tokens with a faster model than the main model.
+
+    The tokens are chosen by the settings and uniform numbers of each row, as the main model chooses them.  After
+    rejected proposals the next call proposes fewer tokens, and after accepted ones more again.  `max_checked` limits
+    the number of tokens, of all rows together, that the main model checks in one pass; the newest token of each row
+    counts too.  The limit is ignored if it allows less than one proposal per row.  The draft model runs in evaluation
+    mode, like the main model.
+    """
+
+    def __init__(self, model: GenerativeModel, max_proposals: int = 4, max_checked: int | None = None) -> None:
+        if not isinstance(model, PreparedModel):
+            check_model(model, Transformer, "DraftModel")
+        check_count("max_proposals", max_proposals, 1)
+        if max_checked is not None:
+            check_count("max_checked", max_checked, 1)
+        if model.config.decoder is None:
+            raise InputError(f"{with_article(model.config.family)} model cannot generate text; give a decoder as draft")
+        self.model, self.max_proposals, self.max_checked = model, max_proposals, max_checked
+        self.num_proposals = max_proposals  # how many tokens the next call proposes
+        self.proposed = self.accepted = 0  # numbers of tokens, of all rows together
+        self.runner: Runner | None = None
+        self.pages, self.sources = Pages(MAX_DRAFT_PAGES, MAX_DRAFT_ROWS), Pages(MAX_DRAFT_PAGES, MAX_DRAFT_ROWS)
+        self.own_rows: dict[int, dict[int, Row]] = {}  # by request and index: rows with the same tokens, in own pages
+        self.sampler = Sampler(model.device)
+
+    def fits_prompt(self, length: int) -> bool:
+        """Return whether a prompt of this length leaves room for a proposal in the draft model's context."""
+        limit = self.model.config.context
+        return limit is None or length < limit
+
+    def check_prompt(self, length: int) -> None:
+        if not self.fits_prompt(length):
+            limit = self.model.config.context
+            raise InputError(
+                f"a prompt of {length} tokens is too long for the draft model's context of {limit} tokens; "
+                f"leave out the draft"
+            )
+
+    def forget(self, request: Request) -> None:
+        rows = self.own_rows.pop(request.id, {})
+        for row in rows.values():
+            assert row.number is not None
+            self.pages.drop(row.number)
+        for row in list(rows.values())[:1]:
+            if row.request.source_number is not None:
+                self.sources.drop(row.request.source_number)
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[list[int]]:
+        if self.runner is None:
+            self.runner = make_runner(self.model, self.pages, self.sources)
+        count = self.num_proposals
+        if self.max_checked is not None and self.max_checked // len(rows) >= 2:
+            count = min(count, self.max_checked // len(rows) - 1)
+        context = self.model.config.context
+        room = [
+            limit if context is None else context - len(row.tokens) for row, limit in zip(rows, limits, strict=True)
+        ]
+        wanted = [max(0, min(count, *pair)) for pair in zip(limits, room, strict=True)]
+        proposed: list[list[int]] = [[] for _ in rows]
+        with self.runner.inference():
+            try:
+                own = [self._own_row(row) if number else None for row, number in zip(rows, wanted, strict=True)]
+                for _ in range(max(wanted, default=0)):
+                    going = [n for n, number in enumerate(wanted) if len(proposed[n]) < number]
+                    self._propose_next([own[n] for n in going], [proposed[n] for n in going])  # type: ignore[misc]
+            except OutOfPages:  # a draft changes only the speed
+                pass
+        return proposed
+
+    def _propose_next(self, rows: Sequence[Row], proposed: Sequence[list[int]]) -> None:
+        """Append one more proposal to those of each row."""
+        assert self.runner is not None
+        numbers = [row.place for row in rows]
+        starts = self.pages.lengths[numbers].tolist()
+        tokens = [[*row.tokens, *more][start:] for row, more, start in zip(rows, proposed, starts, strict=True)]
+        counts = [len(new) for new in tokens]
+        self.runner.copy_pages(self.pages.reserve(numbers, counts))
+        passes = [RowPass(row, new, start, 1) for row, new, start in zip(rows, tokens, starts, strict=True)]
+        chosen, _ = self.sampler.choose(rows, self.runner.run(passes).logits.float(), proposed)
+        self.pages.advance(numbers, counts)
+        for more, token in zip(proposed, chosen, strict=True):
+            more.append(token)
+
+    def _own_row(self, row: Row) -> Row:
+        """Return the draft model's row with the tokens of a row, made when it is first asked for."""
+        assert self.runner is not None
+        rows = self.own_rows.setdefault(row.request.id, {})
+        if row.index not in rows:
+            siblings = list(rows.values())
+            request = siblings[0].request if siblings else copy.copy(row.request)
+            if not siblings and request.prompt.source is not None:
+                request.source_number = self.sources.add_row()
+                self.sources.reserve([request.source_number], [len(request.prompt.source)])
+                self.runner.encode([request])
+            number = self.pages.fork(siblings[0].place) if siblings else self.pages.add_row()
+            self.pages.truncate(number, min(len(row.request.prompt.ids), int(self.pages.lengths[number])))
+            rows[row.index] = replace(row, request=request, number=number)
+        own = rows[row.index]
+        own.tokens = row.tokens
+        self._keep(own, len(row.tokens) - 1)
+        return own
+
+    def _keep(self, own: Row, length: int) -> None:
+        self.pages.truncate(own.place, min(length, int(self.pages.lengths[own.place])))
+
+    def learn(self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+        for row in rows:
+            own = self.own_rows.get(row.request.id, {}).get(row.index)
+            if own is not None:
+                self._keep(own, len(row.tokens) - 1)
+        tried = [(len(tokens), count) for tokens, count in zip(proposed, accepted, strict=True) if tokens]
+        if tried:
+            self.proposed += sum(count for count, _ in tried)
+            self.accepted += sum(count for _, count in tried)
+            mean = sum(count for _, count in tried) // len(tried)
+            self.num_proposals = min(self.max_proposals, max(1, 2 * mean + 1))

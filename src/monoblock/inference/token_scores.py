@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from monoblock.inference.backends.eager import pad_sources
 from monoblock.inference.evaluation_mode import evaluation_mode
 from monoblock.inference.prompt import Prompt, pad_right
 from monoblock.nn.tap import Tap
@@ -69,6 +68,7 @@ def _run(
     at: Tensor,
     tap: Tap | None,
 ) -> Tensor:
-    sources = pad_sources(model, prompts)
-    inputs = (ids, mask) if sources is None else (sources[0], ids, sources[1], mask)
-    return model(*inputs, logits_at=at, tap=tap)
+    if model.encoder is None:
+        return model(ids, mask, logits_at=at, tap=tap)
+    source, source_mask = pad_right([prompt.source or () for prompt in prompts], model.device)
+    return model(source, ids, source_mask, mask, logits_at=at, tap=tap)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from monoblock.errors import InputError
-from monoblock.inspection.layout import Activation
+from monoblock.inspection.layout import Activation, OwnLayout
 
 AblationMethod = Literal["zero", "mean", "resample"]
 
@@ -51,6 +51,24 @@ class Edit:
         replacement = self.function(activation)
         selected = self._select(activation)
         return replacement if selected is None else torch.where(selected, replacement, activation.tensor)
+
+    def apply(self, name: str, tensor: Tensor, start: int) -> Tensor:
+        """Apply the edit to an activation of one of our models in a pass over tokens from number `start` of a text on.
+
+        `positions` are those of the whole text, so they are counted from 0.
+        """
+        layout = OwnLayout()
+        axes, positions = layout.axes(name, tensor), self.positions
+        if positions is not None and axes is not None and "T" in axes:
+            if any(index < 0 for index in positions):
+                raise InputError(
+                    f"positions={list(positions)} are counted from the end of a text that goes on; use 0 or more"
+                )
+            count = tensor.shape[axes.index("T")]
+            positions = tuple(index - start for index in positions if start <= index < start + count)
+            if not positions:
+                return tensor
+        return replace(self, positions=positions)(Activation(name, tensor, axes, layout))
 
     def _select(self, activation: Activation) -> Tensor | None:
         """Return a boolean mask of the selected elements that broadcasts to the tensor; None if all are selected."""

@@ -94,6 +94,38 @@ def linear(
     return out
 
 
+def exact_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """Compute `linear` for any number of 16-bit vectors, so that the bits of one do not depend on the others.
+
+    Every sum is added up in steps of 16 inputs in their order, whatever the tile: the instruction that multiplies has
+    64 rows, of which some may be empty.  K must be a multiple of 16.
+    """
+    (N, K), M = weight.shape, x.numel() // x.shape[-1]
+    out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
+    if not M:
+        return out
+    operands = (x, weight, weight if bias is None else bias, weight if residual is None else residual, out)
+    flags = (bias is not None, residual is not None, -1 if activation is None else ACTIVATION_CODES[activation])
+    m, n, k, warps, stages = _exact_tile(M, N, K)
+    shape = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
+    _triton_kernels().matmul_kernel[(-(-N // n), -(-M // m))](*operands, M, N, K, *flags, **shape, **launch_options())
+    return out
+
+
+def _exact_tile(M: int, N: int, K: int) -> tuple[int, int, int, int, int]:
+    """Return the sizes M, N and K of a tile, warps and stages; no choice changes the order of a sum."""
+    depth = next(size for size in (128, 64, 32, 16) if K % size == 0)
+    if M > MAX_ROWS:
+        return 128, 128, min(depth, 64), 8, 3
+    return (64, 16, depth, 4, 4) if N < 4096 else (64, 32, depth, 4, 4) if N < 16384 else (64, 64, depth, 4, 3)
+
+
 def supports_gated_linear(x: Tensor, weight: Tensor) -> bool:
     """Return whether `gated_linear` can be used: for a single 16-bit vector x (…, K), and a weight (2F, K)."""
     return x.numel() == x.shape[-1] and supports_linear(x, weight)

@@ -20,6 +20,7 @@ from monoblock.kernels.gpu import (
 PAGE_SIZE = 16  # tokens
 MAX_QUERIES = 64  # of a program that attends over pages: tokens times the heads that share a head of keys
 MAX_NEW = 32  # new tokens that the kernel writes itself
+EXACT_PART, EXACT_ROWS = 256, 64  # keys of a part, and rows of a tile, in exact mode
 MAX_COMBINED = 8192  # numbers of partial results that a program combines at a time
 ROTARY_LAYOUTS = {None: 0, "halves": 1, "interleaved": 2}
 # Keys per block and warps, the fastest measured on an H200: of several programs for each head, and of one.
@@ -34,73 +35,10 @@ def _triton_kernels() -> Any:
     return triton_attention
 
 
-def attend_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    *,
-    scale: float | None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    layout: str | None = None,
-    quantize: bool = False,
-) -> Activations:
-    """Rotate the query and key of one new token per row, append it to the cache, and attend to all cached tokens.
-
-    q (B, H, 1, K), k and v (B, G, 1, K) belong to the new token; keys and values (B, G, columns, K) are the cache,
-    whose last column is not used, and lengths (B,) counts the tokens in it before the new one.  The output is
-    (B, 1, H K), the heads next to each other.  With `quantize`, the kernel also computes the 8-bit form of a single
-    vector, if it can.
-    """
-    B, H, _, K = q.shape
-    G, columns = keys.shape[1], keys.shape[2]
-    splits = max(1, min(-(-(columns - 1) // 64), TARGET_PROGRAMS // (B * G)))
-    out = torch.empty(B, 1, H * K, dtype=q.dtype, device=q.device)
-    can_quantize = splits > 1 and K % QUANTIZED_BLOCK == 0
-    quantized, rounded = quantized_arguments(out, quantize and can_quantize)
-    partials = torch.empty(B * H * splits * (K + 2) if splits > 1 else 1, dtype=torch.float32, device=q.device)
-    rotary_layout = ROTARY_LAYOUTS[layout] if cos is not None else 0
-    pairs = cos.shape[-1] if cos is not None else 1
-    cos_rows = cos.shape[0] if cos is not None else 1
-    heads = H // G
-    block, warps = SPLIT_TILE if splits > 1 else WHOLE_TILE
-    padded_heads = max(16, 1 << (heads - 1).bit_length())
-    _triton_kernels().attend_kernel[(B * G, splits)](
-        q, k, v, keys, values, lengths, cos if cos is not None else q, sin if sin is not None else q, out,
-        *quantized, partials, _counters(keys) if splits > 1 else partials,
-        K**-0.5 if scale is None else scale,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
-        pairs if cos_rows > 1 else 0, H, G, splits,
-        HEADS=heads, PADDED_HEADS=padded_heads, K=K, PAIRS=pairs, ROTARY_LAYOUT=rotary_layout,
-        SPLITS=min(16, 1 << (splits - 1).bit_length()), QUANTIZE=rounded is not None,
-        BLOCK=block if K <= 128 else block // 2, num_warps=warps, **launch_options(),
-    )  # fmt: skip
-    return Activations(out, rounded)
-
-
-def _counters(keys: Tensor) -> Tensor:
-    """Return an integer for each row and head of the keys, initially 0.
-
-    Each program of the kernel adds 1 to that of its row and head, and the last one sets it back to 0.  The counters
-    belong to the cache that the kernel writes, so that no other kernel uses them at the same time.  They must exist
-    before a call is recorded as a CUDA graph.
-    """
-    counters = getattr(keys, "_counters", None)
-    if counters is None:
-        counters = torch.zeros(keys.shape[0] * keys.shape[1], dtype=torch.int32, device=keys.device)
-        keys._counters = counters  # type: ignore[attr-defined]
-    return counters
-
-
-def supports_pages(q: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return whether there is a kernel for queries q and pages of these keys and values."""
-    size = keys.shape[-1]
-    has_kernel = size == values.shape[-1] and 16 <= size <= 256 and size & (size - 1) == 0
-    return has_kernel and q.is_cuda and q.dtype in DTYPES and q.dtype == keys.dtype and is_available()
+def supports_pages(x: Tensor, size: int) -> bool:
+    """Return whether there is a kernel for heads of `size` features, computed from x."""
+    has_kernel = 16 <= size <= 256 and size & (size - 1) == 0
+    return has_kernel and x.is_cuda and x.dtype in DTYPES and is_available()
 
 
 def attend_pages(
@@ -164,13 +102,13 @@ def attend_source_pages(
     )  # fmt: skip
 
 
-def make_counters(rows: int, keys: Tensor) -> Tensor:
-    """Return `finished` of `attend_pages` for up to so many rows: for each, and each head of keys, a zero.
+def make_counters(count: int, device: torch.device) -> Tensor:
+    """Return `finished` of `attend_pages` for up to `count` tiles of queries: rows times heads of keys times tiles.
 
-    Each program of the kernel adds 1 to that of its row and head, and the last one sets it back to 0.  All layers can
-    use the same, but no kernels that run at the same time.
+    Each program of the kernel adds 1 to that of its tile, and the last one sets it back to 0.  All layers can use the
+    same, but no kernels that run at the same time.
     """
-    return torch.zeros(rows * keys.shape[1], dtype=torch.int32, device=keys.device)
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _attend_pages(
@@ -221,6 +159,78 @@ def _attend_pages(
         num_warps=warps if rows <= 32 else 8, **launch_options(),
     )  # fmt: skip
     return Activations(out, rounded)
+
+
+def attend_pages_exactly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    *,
+    scale: float | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    layout: str | None = None,
+    window: int | None = None,
+) -> Activations:
+    """Compute `attend_pages` so that the bits of a token do not depend on other rows, nor on what is new in its own.
+
+    Keys are added up in parts that begin at multiples of EXACT_PART, and the parts in their order.
+    """
+    angles = (None, None, None) if cos is None or sin is None else (cos, sin, layout)
+    _write_pages(k, v, keys, values, tables, lengths, counts, *angles)
+    return _attend_parts(q, keys, values, tables, lengths, counts, *angles, scale=scale, causal=True, window=window)
+
+
+def attend_source_pages_exactly(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, counts: Tensor, *, scale: float | None
+) -> Activations:
+    """Compute `attend_source_pages` so that the bits of a token do not depend on other rows or tokens."""
+    return _attend_parts(
+        q, keys, values, tables, lengths, counts, None, None, None, scale=scale, causal=False, window=None
+    )
+
+
+def _attend_parts(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    layout: str | None,
+    *,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+) -> Activations:
+    R, H, T, K = q.shape
+    G, heads = keys.shape[1], H // keys.shape[1]
+    queries = max(1, EXACT_ROWS // _power_of_two(heads))
+    rows, tiles = max(EXACT_ROWS, _power_of_two(heads)), -(-T // queries)
+    parts, programs = -(-tables.shape[1] * PAGE_SIZE // EXACT_PART), R * G * tiles
+    splits = parts if 2 * programs <= TARGET_PROGRAMS else 1
+    out = torch.empty(R, T, H * K, dtype=q.dtype, device=q.device)
+    partials = torch.empty(
+        programs * splits * rows * (K + 2) if splits > 1 else 1, dtype=torch.float32, device=q.device
+    )
+    sizes = {"HEADS": heads, "QUERIES": queries, "ROWS": rows, "K": K, "num_warps": 4, **launch_options()}
+    _triton_kernels().attend_parts_kernel[(R * G, splits, tiles)](
+        q, keys, values, tables, lengths, counts, q if cos is None else cos, q if sin is None else sin, out, partials,
+        K**-0.5 if scale is None else scale, *q.stride()[:3], *keys.stride()[:2], *values.stride()[:2],
+        tables.stride(0), _row_stride(cos), T, G, splits, 0 if window is None else window,
+        PAIRS=1 if cos is None else cos.shape[-1], ROTARY_LAYOUT=ROTARY_LAYOUTS[layout], CAUSAL=causal,
+        WINDOW=window is not None, SPLIT=splits > 1, PART=EXACT_PART, BLOCK=64 if K <= 128 else 32, **sizes,
+    )  # fmt: skip
+    if splits > 1:
+        _triton_kernels().add_parts_kernel[(R * G, tiles)](partials, out, T, G, splits, **sizes)
+    return Activations(out)
 
 
 def _write_pages(

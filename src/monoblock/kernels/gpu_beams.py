@@ -118,7 +118,8 @@ def best_tokens(logits: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Ten
     found = torch.empty(S, count, dtype=torch.double, device=logits.device)
     beams, tokens = (torch.empty(S, count, dtype=torch.long, device=logits.device) for _ in range(2))
     _triton_kernels().best_tokens_kernel[(S,)](
-        logits, maxima, log_sums, scores, found, beams, tokens, logits.stride(1), V, segments, SEGMENT, n, count,
+        logits, maxima, log_sums, scores.contiguous(), found, beams, tokens,
+        logits.stride(1), V, segments, SEGMENT, n, count,
         SEGMENTS=1 << (n * segments - 1).bit_length(), COUNT=1 << (count - 1).bit_length(), COLUMNS=SEGMENT,
         num_warps=4 if n * segments <= 2048 else 8, **launch_options(),
     )  # fmt: skip

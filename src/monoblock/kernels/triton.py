@@ -136,10 +136,12 @@ def matmul_kernel(
 ) -> Any:  # fmt: skip
     """Each program multiplies BLOCK_M rows of x with BLOCK_N rows of the weight; BLOCK_K divides K."""
     launch_next(PDL)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tl.arange(0, BLOCK_K)
-    n_mask, m_mask = n < N, m < M
+    first_n, first_m = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
+    n, m, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    n_mask, m_mask = n < N - first_n, m < M - first_m
+    weight += first_n.to(tl.int64) * K
+    x += first_m.to(tl.int64) * K
+    first = first_m.to(tl.int64) * N + first_n
     wait_for_previous(PDL)
     y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -147,10 +149,10 @@ def matmul_kernel(
         w = tl.load(weight + n[None, :] * K + (start + k)[:, None], mask=n_mask[None, :], other=0.0)
         y = tl.dot(x_block, w, y)
     if HAS_BIAS:
-        y += tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+        y += tl.load(bias + first_n + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION >= 0:
         y = activate(y.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
-    offsets = m[:, None] * N + n[None, :]
+    offsets = first + m[:, None] * N + n[None, :]
     mask = m_mask[:, None] & n_mask[None, :]
     if HAS_RESIDUAL:
         y = y.to(out.dtype.element_ty).to(tl.float32)  # rounded, as a product and an addition would be

@@ -22,7 +22,7 @@ from monoblock.nn.banded.attend_banded import attend_banded, supports_banded
 from monoblock.nn.banded.tile_plan import plan_tiles
 from monoblock.nn.flex import attend_flex, build_block_mask, supports_flex
 from monoblock.nn.kv_cache.cache_index import CacheWrite
-from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
 from monoblock.nn.linear import Linear, autocast_dtype
 from monoblock.nn.norm import HALF_DTYPES, Norm
 from monoblock.nn.packed.attend_packed import attend_varlen, supports_varlen
@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, config: AttentionConfig) -> None:
         super().__init__()
-        self.config = config
+        self.width, self.config = width, config
         H, G, K, value_size = config.heads, config.num_kv_heads, config.key_size(width), config.value_size(width)
         self.query = Linear(width, H * K, bias="q" in config.bias)
         self.key = Linear(width, G * K, bias="k" in config.bias)
@@ -150,6 +150,12 @@ class Attention(nn.Module):
         if norm is not None and self.config.qk_norm_over != "width":
             x = norm(x)
         return x.transpose(1, 2)
+
+    def project_source(self, memory: Tensor) -> KeyValues:
+        """Return the keys and values (B, G, S, size) of a source (B, S, D) in cross-attention."""
+        groups = self.config.num_kv_heads
+        keys = self.split_heads(self.key(memory), groups, self.key_norm)
+        return KeyValues(keys, self.split_heads(self.value(memory), groups))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, tap: Tap | None = None) -> Tensor:
         """Attend with the scale, soft cap, sinks, dropout and position bias of this block."""

@@ -21,7 +21,6 @@ class AttentionContext:
     resolved_mask: ResolvedMask
     bias: Tensor | None = None  # (B, H, T, S)
     rotary_angles: RotaryAngles | None = None
-    cached_lengths: Tensor | None = None  # (B,) if each row has one new token that sees all cached tokens
     beams: BeamSlots | None = None  # if the queries of a row are beams of one search
     # of queries and keys, if tokens are packed; mask and bias are then those of the documents as rows
     packed: tuple[PackedDocuments, PackedDocuments] | None = None

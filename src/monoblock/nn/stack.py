@@ -179,7 +179,8 @@ class Stack(nn.Module):
         if cache is not None and cache.rows_per_source > 1:
             q = TokenPositions(q.positions[:, :1])
         if q.packed is None or memory_positions.packed is None:
-            return prepare(AttentionContext(same_document.resolve(q, memory_positions)), x)
+            context = AttentionContext(same_document.resolve(q, memory_positions))
+            return prepare(context, x) if cache is None else context
         mask = everything.resolve(q.as_rows(padding=False), memory_positions.as_rows())
         return prepare(AttentionContext(mask, packed=(q.packed, memory_positions.packed)), x)
 
@@ -201,7 +202,7 @@ class Stack(nn.Module):
         context = AttentionContext(mask.resolve(q, k), rotary_angles=angles)
         context.packed = None if packed is None else (packed, packed)
         if cache_write is not None:
-            context.cached_lengths, context.beams = cache_write.cached_lengths, cache_write.beams
+            context.beams = cache_write.beams
         if isinstance(positions, Alibi):
             bias = alibi_bias(positions, config.num_unpruned_heads, size, q.positions, k.positions)
             context.bias = select_kept_heads(bias, config)
@@ -210,9 +211,8 @@ class Stack(nn.Module):
             is_full, embedding = config.mask == "full", self.position_bias
             bias = bucket_bias(positions, embedding, q.positions, k.positions, bidirectional=is_full)
             context.bias = select_kept_heads(bias, config)
-        # `attend` and the kernels for a token or for beams may not need what `prepare` computes.
-        is_lazy = config.softcap is not None or config.sinks or config.kind == "linear"
-        is_lazy = is_lazy or context.cached_lengths is not None or context.beams is not None
+        # `attend` and the kernels over a cache may not need what `prepare` computes.
+        is_lazy = config.softcap is not None or config.sinks or config.kind == "linear" or cache_write is not None
         return context if is_lazy else prepare(context, x)
 
 

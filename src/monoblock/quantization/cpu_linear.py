@@ -29,6 +29,7 @@ class KernelLinear(nn.Module):
     """Multiply x (…, in_features) by a matrix with the C++ kernel for its storage, which is dense, int8 or int4."""
 
     bias: Tensor | None
+    is_exact = False  # whether the bits of a row do not depend on the other rows
 
     def __init__(
         self,
@@ -73,6 +74,10 @@ class KernelLinear(nn.Module):
         return unpack(PackedMatrix(*self.tensors), self.in_features, dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.is_exact:
+            scale, least = (*self.tensors[1:], None, None)[:2]
+            out: Tensor = torch.ops.monoblock.linear_exact(x, self.tensors[0], scale, least, bias, self.activation_bits)
+            return out
         if self._supports(x):
             kernel = getattr(torch.ops.monoblock, f"linear_{self.storage}")
             bits = () if self.activation_bits == 16 else (self.activation_bits,)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.errors import FileError, InputError
-from monoblock.inference.settings import Settings, parse_settings
+from monoblock.inference.settings import ENGINE_OPTIONS, Settings, parse_settings
 from monoblock.interop.folder import CONFIG_FILE
 from monoblock.interop.generation_fields import UNREPORTED_FIELDS, is_neutral
 from monoblock.interop.gguf.sampling import read_sampling
@@ -24,7 +24,7 @@ from monoblock.untrusted_files import has_file, read_json, safe_join, short_repr
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 DECODER_START_KEY = "decoder_start_token_id"
-SETTINGS_FIELDS = {field.name for field in fields(Settings)} - {"seed", "logits_processor"}
+SETTINGS_FIELDS = {field.name for field in fields(Settings)} - {"seed", "logits_processor", *ENGINE_OPTIONS}
 # Fields that older Hugging Face folders keep in config.json.
 TOKEN_ID_FIELDS = ("eos_token_id", "pad_token_id", "forced_bos_token_id", "forced_eos_token_id", DECODER_START_KEY)
 

@@ -14,11 +14,11 @@ from monoblock.baselines.generate import MAX_ROWS, Decoder
 from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import PatchConfig
 from monoblock.errors import InputError
-from monoblock.inference.backends.prepared_model import GenerativeModel
-from monoblock.inference.batch_rows import default_max_rows
 from monoblock.inference.engine import Engine
 from monoblock.inference.generate import truncated_length
+from monoblock.inference.limits import default_max_rows
 from monoblock.inference.optimized import optimize
+from monoblock.inference.prepared_model import GenerativeModel
 from monoblock.inference.prompt import Prompt
 from monoblock.inference.settings import Settings, check_effects, parse_settings
 from monoblock.inference.streaming_text import StreamingText, TextChunk, stream_chunks

@@ -26,6 +26,8 @@ SAMPLING_OPTIONS: OptionTable = {
     "--min-p": ("min_p", float, "Drop tokens with less than p times the probability of the most probable token."),
     "--typical-p": ("typical_p", float, "Locally typical sampling with probability mass p."),
     "--repetition-penalty": ("repetition_penalty", float, "Values above 1 discourage repeating earlier tokens."),
+    "--presence-penalty": ("presence_penalty", float, "Lower the logits of tokens that the new text has."),
+    "--frequency-penalty": ("frequency_penalty", float, "The same, for each time that it has them."),
     "--no-repeat-ngram-size": ("no_repeat_ngram_size", int, "Never repeat an n-gram of this size."),
     "--seed": ("seed", int, "Seed of the sampling; the same seed gives the same text."),
     "--draft": ("draft", str, "8-bit or 4-bit: speculative decoding with a quantized copy; same text, faster."),

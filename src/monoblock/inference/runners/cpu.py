@@ -1,7 +1,7 @@
 """Stacks on a CPU as C++ operators: a decoder that reads and writes keys and values in pages, and an encoder.
 
     decoder = fuse_stack(model.decoder)                   # a CpuStack, or None if a block is not supported
-    if decoder is not None and decoder.supports(x, counts):
+    if decoder is not None and decoder.supports(x, int(counts.sum())):
         y = decoder.step(
             x,                                            # (R, T, D) fp32: embedded tokens
             lengths, counts,                              # (R,) int64: tokens stored before, and new ones, at most T
@@ -11,8 +11,8 @@
             source_tables, source_lengths,                # (R, PS) int32 and (R,) int64, or None
             positions,                                    # (R, T) int64, or None: the number of tokens before
         )                                                 # (R, T, D), zeros behind the new tokens of a row
-    encoder = fuse_encoder(model.encoder)                 # a CpuEncoder, or None
-    y = encoder(x, lengths)                               # (N, D): texts of these lengths one after the other
+    encoder = fuse_encoder(model.encoder)                 # a CpuStack, or None
+    y = encoder.encode(x, lengths)                        # (R, T, D): texts of these lengths
 
 Token number i of a row lies at `pool[tables[row, i // 16], :, i % 16]`.  A step first writes the keys and values of all
 new tokens to the pages in the tables, so no page that is written may be in two rows.  A row with counts 0 does nothing.
@@ -29,22 +29,106 @@ page targets[i] in all pools; the other three are int64 (C,).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from monoblock.inference.backends.cpu_search_operators import build_encoder
-from monoblock.inference.backends.cpu_step import FusedStack, can_fuse
+from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary
+from monoblock.inference.supported_models import (
+    NATIVE_ACTIVATIONS,
+    NATIVE_NORMS,
+    NATIVE_POSITIONS,
+    NATIVE_RESIDUALS,
+    SUPPORTED,
+    AllowList,
+    one_of,
+    positive,
+    unsupported_field,
+)
+from monoblock.nn.attention import Attention, select_kept_heads
+from monoblock.nn.block import Block
+from monoblock.nn.kv_cache.paged import PAGE_SIZE
+from monoblock.nn.norm import Norm
+from monoblock.nn.positions import alibi_bias, relative_position_bucket, rotary_angles
 from monoblock.nn.stack import Stack
+from monoblock.quantization.cpu_linear import KernelLinear
 
-PAGE_SIZE = 16  # tokens in a page
 MAX_TOKENS = 512  # maximum number of tokens in one step, of all rows together
+ENCODER_TOKENS = 128  # tokens of sources that are encoded together, so that they stay in a core's cache
+# The weight matrices that the operator uses.  Cross-attention has no key and value here: those are in the cache.
+OPERATOR_MATRICES = {
+    "attention": ("query", "key", "value", "output"),
+    "cross": ("query", "output"),
+    "feedforward": ("gate", "up", "down"),
+}
 
 
-def fuse_stack(stack: Stack) -> CpuStack | None:
-    """Build the C++ operator for a decoder; return None if it does not support one of the blocks."""
-    return CpuStack(stack) if can_fuse(stack) else None
+STEP_SUPPORTED: AllowList = {
+    **SUPPORTED,
+    "norm.kind": one_of(*NATIVE_NORMS),
+    "residual": one_of(*NATIVE_RESIDUALS),
+    "attention.mask": one_of("causal"),
+    "attention.global_tokens": one_of(False),
+    "attention.random_blocks": one_of(0),
+    "attention.qk_norm.kind": one_of(*NATIVE_NORMS),
+    "attention.positions.kind": one_of(*NATIVE_POSITIONS),
+    "attention.positions.form": one_of("distance"),  # of ALiBi
+    "attention.positions.scaling.kind": one_of("linear", "ntk", "yarn", "llama3", "proportional"),
+    "cross.mask": one_of("full"),
+    **{f"cross.{name}": one_of(None) for name in ("window", "positions", "qk_norm", "softcap", "clip")},
+    **{f"cross.{name}": one_of(False) for name in ("global_tokens", "sinks")},
+    "cross.random_blocks": one_of(0),
+    "feedforward.hidden": positive,
+    "feedforward.activation": one_of(*NATIVE_ACTIVATIONS),
+    "feedforward.experts": one_of(None),
+}
+
+ENCODER_SUPPORTED: AllowList = {
+    **STEP_SUPPORTED,
+    "cross": one_of(None),
+    "attention.mask": one_of("full"),
+    "attention.window": one_of(None),
+    "attention.positions": one_of(None),
+}
+
+
+def fuse_stack(stack: Stack | None, supported: AllowList = STEP_SUPPORTED) -> CpuStack | None:
+    """Build the C++ operator for a stack; return None if it does not support one of the blocks."""
+    if stack is None or (stack.config.norm is not None and stack.config.norm.kind not in NATIVE_NORMS):
+        return None
+    return CpuStack(stack) if all(supports_block(block, supported) for block in stack.blocks) else None
+
+
+def fuse_encoder(stack: Stack | None) -> CpuStack | None:
+    """Build the C++ operator for an encoder; return None if it does not support one of the blocks."""
+    return fuse_stack(stack, ENCODER_SUPPORTED)
+
+
+def supports_block(block: Block, supported: AllowList) -> bool:
+    """Return whether the C++ operator supports everything that a block computes."""
+    if unsupported_field(block.config, supported) is not None:
+        return False
+    return has_plain_matrices(block) and all(has_readable_weights(module) for module in block.modules())
+
+
+def has_plain_matrices(block: Block) -> bool:
+    """Return whether all projections that the C++ operator uses are plain linear layers, without a LoRA adapter."""
+    layers = (getattr(getattr(block, part), name, None) for part, names in OPERATOR_MATRICES.items() for name in names)
+    return all(layer is None or isinstance(layer, (nn.Linear, KernelLinear)) for layer in layers)
+
+
+def has_readable_weights(module: nn.Module) -> bool:
+    """Return whether the C++ operator supports the dtype and layout of a module's own weights."""
+    if isinstance(module, KernelLinear):
+        return module.tensors[0].dtype != torch.bfloat16
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return all(is_plain_fp32(t) for t in tensors)
+
+
+def is_plain_fp32(t: Tensor) -> bool:
+    """Return whether a tensor is fp32, on the CPU and contiguous, so that C++ code can use it directly."""
+    return t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
 
 
 class CpuStack:
@@ -53,14 +137,14 @@ class CpuStack:
     max_tokens = MAX_TOKENS
 
     def __init__(self, stack: Stack) -> None:
-        fused = FusedStack(stack)
-        self.stack, self.native, self.position_tables = stack, fused.native_stack, fused.position_tables
+        self.stack, self.position_tables = stack, PositionTables(stack)
+        self.native = build_native_stack(stack, self.position_tables)
 
-    def supports(self, x: Tensor, counts: Tensor | Sequence[int]) -> bool:
-        """Return whether the operator runs the `counts` new tokens of each row of x (R, T, D), and is fast for them."""
+    def supports(self, x: Tensor, num_new: int) -> bool:
+        """Return whether the operator runs the `num_new` tokens of x (R, T, D), and is fast for so many."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.stack.training:
             return False
-        return x.dtype == torch.float32 and x.device.type == "cpu" and int(sum(counts)) <= self.max_tokens
+        return x.dtype == torch.float32 and x.device.type == "cpu" and num_new <= self.max_tokens
 
     def step(
         self,
@@ -77,6 +161,7 @@ class CpuStack:
         positions: Tensor | None = None,
         *,
         exact: bool = False,
+        causal: bool = True,
     ) -> Tensor:
         """Run x (R, T, D) through the stack; return (R, T, D)."""
         length = tables.shape[1] * PAGE_SIZE
@@ -99,23 +184,208 @@ class CpuStack:
             rotary_sin=rotary_sin,
             position_biases=biases,
             exact=exact,
+            causal=causal,
         )
         return out
 
+    def encode(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """Run an encoder on texts x (R, T, D) with these lengths (R,): each token attends to all of its text."""
+        out, first = [], 0
+        ends = lengths.cumsum(0)
+        while first < len(x):
+            before = int(ends[first - 1]) if first else 0
+            end = max(first + 1, int(torch.searchsorted(ends, before + ENCODER_TOKENS, right=True)))
+            out.append(self._encode(x[first:end], lengths[first:end]))
+            first = end
+        return torch.cat(out)
 
-def fuse_encoder(stack: Stack | None) -> CpuEncoder | None:
-    """Build the C++ operator for an encoder; return None if it does not support one of the blocks."""
-    native = build_encoder(stack)
-    return None if native is None else CpuEncoder(native)
+    def _encode(self, x: Tensor, lengths: Tensor) -> Tensor:
+        rows, pages = len(x), -(-x.shape[1] // PAGE_SIZE)
+        memory: dict[object, Tensor] = {}  # of pools that blocks share, as none reads what another has written
+        pools: dict[str, list[Tensor]] = {"keys": [], "values": []}
+        for block in self.stack.config.layers():
+            attention, width = block.attention, block.width
+            sizes = {"keys": attention.key_size(width), "values": attention.value_size(width)}
+            for name, size in sizes.items():
+                shape = (rows * pages, attention.num_kv_heads, PAGE_SIZE, size)
+                if (name, shape) not in memory:
+                    memory[name, shape] = x.new_empty(shape)
+                pools[name].append(memory[name, shape])
+        tables = torch.arange(rows * pages, dtype=torch.int32).view(rows, pages)
+        return self.step(x, torch.zeros_like(lengths), lengths, tables, pools["keys"], pools["values"], causal=False)
 
 
-class CpuEncoder:
-    """The C++ operator that runs all blocks of an encoder over texts without padding between them."""
+# -- weights and options --------------------------------------------------------------------------------------------
 
-    def __init__(self, native: Any) -> None:
-        self.native = native
 
-    def __call__(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Encode embedded tokens x (N, D), those of texts of these lengths one after the other; return (N, D)."""
-        out: Tensor = torch.ops.monoblock.encode(self.native, x.contiguous(), torch.tensor(lengths, dtype=torch.long))
-        return out
+def build_native_stack(stack: Stack, tables: PositionTables) -> Any:
+    """Build the C++ object with the weights and options of a stack."""
+    return torch.classes.monoblock.NativeStack(
+        width=stack.config.width,
+        blocks=[_block_fields(block, tables) for block in stack.blocks],
+        norm=_norm_fields("norm", stack.norm),
+    )
+
+
+def _block_fields(block: Block, tables: PositionTables) -> dict[str, Any]:
+    """Return the options and weights of a block by the names that the C++ operator expects."""
+    config = block.config
+    attention, cross, feedforward = config.attention, config.cross, config.feedforward
+    fields: dict[str, Any] = {
+        "norm_place": config.norm_place,
+        "residual": config.residual,
+        "residual_scale": float(config.residual_scale),
+        "activation": feedforward.activation,
+        "feedforward.clamp": float(feedforward.clamp or 0.0),
+        "attention.heads": attention.heads,
+        "attention.kv_heads": attention.num_kv_heads,
+        "attention.window": attention.window or 0,
+        "attention.scale": _attention_scale(attention, config.width),
+        "attention.softcap": float(attention.softcap or 0.0),
+        "attention.clip": float(attention.clip or 0.0),
+        "attention.qk_norm": None if attention.qk_norm is None else attention.qk_norm_over,
+        "attention.sinks": _detach(block.attention.sinks),
+        "attention.rotary_table": tables.rotary_index(attention),
+        "attention.rotary_interleaved": isinstance(attention.positions, Rotary)
+        and attention.positions.layout == "interleaved",
+        "attention.bias_table": tables.bias_index(block.attention),
+    }
+    if cross is not None:
+        fields |= {
+            "cross.heads": cross.heads,
+            "cross.kv_heads": cross.num_kv_heads,
+            "cross.scale": _attention_scale(cross, config.width),
+        }
+    for name in ("query_norm", "key_norm"):
+        fields |= _norm_fields(f"attention.{name}", getattr(block.attention, name))
+    for sublayer, matrices in OPERATOR_MATRICES.items():
+        if getattr(block, sublayer) is None:
+            continue
+        for norm in (f"{sublayer}_norm", f"{sublayer}_output_norm"):
+            fields |= _norm_fields(norm, getattr(block, norm))
+        fields[f"{sublayer}_gain"] = _detach(getattr(block, f"{sublayer}_gain"))
+        for name in matrices:
+            fields |= _matrix_fields(f"{sublayer}.{name}", getattr(getattr(block, sublayer), name))
+    return fields
+
+
+def _attention_scale(config: AttentionConfig, width: int) -> float:
+    return config.scale if config.scale is not None else config.key_size(width) ** -0.5
+
+
+def _detach(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.detach()
+
+
+def _norm_fields(name: str, norm: Norm | None) -> dict[str, Any]:
+    if norm is None:
+        return {}
+    return {
+        f"{name}.kind": norm.config.kind,
+        f"{name}.unit_offset": norm.config.unit_offset,
+        f"{name}.eps": float(norm.config.eps),
+        f"{name}.weight": _detach(norm.weight),
+        f"{name}.bias": _detach(norm.bias),
+    }
+
+
+def _matrix_fields(name: str, layer: Any) -> dict[str, Any]:
+    """Return a projection's weight and bias by name and, if it is quantized, the scales and minima of the weight."""
+    if layer is None:
+        return {}
+    tensors = layer.tensors if isinstance(layer, KernelLinear) else (layer.weight,)
+    parts = zip(("weight", "scale", "least"), tensors, strict=False)
+    fields = {f"{name}.{part}": t.detach() for part, t in parts} | {f"{name}.bias": _detach(layer.bias)}
+    return fields | ({f"{name}.activation_bits": layer.activation_bits} if len(tensors) > 1 else {})
+
+
+# -- positions ------------------------------------------------------------------------------------------------------
+
+
+class _Tables(NamedTuple):
+    """Tables for the positions 0 to `length` - 1."""
+
+    length: int
+    rotary_cos: list[Tensor]  # one table (length, K/2) for each rotary scheme
+    rotary_sin: list[Tensor]
+    distances: list[Tensor]  # for each bias, by distance: ALiBi's values (H, length) or bucket indices (length,)
+
+
+class PositionTables:
+    """The position tables of a stack; blocks with the same position scheme share a table.
+
+    `rotary_index` and `bias_index` register a block's position scheme and return its index in the lists that `get`
+    returns.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        self.width, self.shared_bias = stack.config.width, stack.position_bias
+        self.rotary_configs: list[AttentionConfig] = []
+        self.bias_sources: list[tuple[AttentionConfig, nn.Embedding | None]] = []
+        self._tables = _Tables(0, [], [], [])
+
+    def rotary_index(self, config: AttentionConfig) -> int:
+        """Return the index of an attention layer's rotary tables, or -1 if its positions are not rotary."""
+        if not isinstance(config.positions, Rotary):
+            return -1
+        if config not in self.rotary_configs:
+            self.rotary_configs.append(config)
+        return self.rotary_configs.index(config)
+
+    def bias_index(self, attention: Attention) -> int:
+        """Return the index of an attention layer's bias table, or -1 if the layer has no position bias."""
+        config = attention.config
+        if not isinstance(config.positions, (Alibi, Buckets)):
+            return -1
+        table = attention.position_bias if attention.position_bias is not None else self.shared_bias
+        if (config, table) not in self.bias_sources:
+            self.bias_sources.append((config, table))
+        return self.bias_sources.index((config, table))
+
+    def get(self, length: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return three lists of tables for at least `length` positions: rotary cosines, rotary sines, attention biases.
+
+        Cosines and sines have shape (N, K/2) and are indexed by position.  Biases have shape (H, N), are indexed by
+        distance, and are computed from the current weights of the model.  N is `length` or more.
+        """
+        tables = self._at_least(length)
+        sources = zip(self.bias_sources, tables.distances, strict=True)
+        biases = [_bias_by_distance(config, table, distances) for (config, table), distances in sources]
+        return tables.rotary_cos, tables.rotary_sin, biases
+
+    def _at_least(self, length: int) -> _Tables:
+        """Return tables for at least `length` positions; build longer ones if the present tables are too short.
+
+        They are replaced in one assignment, so that several threads may call this at once.
+        """
+        tables = self._tables
+        if length > tables.length:
+            with torch.inference_mode(False), torch.no_grad():
+                self._tables = tables = self._build(1 << (length - 1).bit_length())
+        return tables
+
+    def _build(self, length: int) -> _Tables:
+        positions, cos, sin = torch.arange(length)[None], [], []
+        for config in self.rotary_configs:
+            assert isinstance(config.positions, Rotary)
+            angles = rotary_angles(config.positions, config.key_size(self.width), positions, torch.float32)
+            cos.append(angles.cos[0, 0].contiguous())
+            sin.append(angles.sin[0, 0].contiguous())
+        distances = [_distance_table(config, positions, self.width) for config, _ in self.bias_sources]
+        return _Tables(length, cos, sin, distances)
+
+
+def _distance_table(config: AttentionConfig, positions: Tensor, width: int) -> Tensor:
+    """Return, for each distance, ALiBi's bias (H, length) or the index of the relative-position bucket (length,)."""
+    if isinstance(config.positions, Buckets):
+        return relative_position_bucket(config.positions, -positions[0], bidirectional=False)
+    assert isinstance(config.positions, Alibi)
+    first = torch.zeros_like(positions[:, :1])
+    bias = alibi_bias(config.positions, config.num_unpruned_heads, config.key_size(width), first, positions)
+    return select_kept_heads(bias, config)[0, :, 0].contiguous()
+
+
+def _bias_by_distance(config: AttentionConfig, table: nn.Embedding | None, distances: Tensor) -> Tensor:
+    if table is None:
+        return distances
+    return select_kept_heads(table.weight[distances].T[None], config)[0].contiguous()

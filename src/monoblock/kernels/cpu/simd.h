@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #define UNROLL _Pragma("GCC unroll 16")
 #define INLINED [[gnu::always_inline]] inline  // where a call would put sums in registers into memory
@@ -126,6 +127,61 @@ inline float sum(Floats v) {
   const auto f = __builtin_shufflevector(e, e, 0, 1, 2, 3) + __builtin_shufflevector(e, e, 4, 5, 6, 7);
 #endif
   return (f[0] + f[1]) + (f[2] + f[3]);
+}
+
+// -- lanes ------------------------------------------------------------------------------------------------------------
+
+// Exchange lanes of two vectors that are S apart: one step of transposing a square of LANES by LANES numbers.
+template <int S, size_t... I>
+inline void exchange(Floats& low, Floats& high, std::index_sequence<I...>) {
+  const Floats a = low, b = high;
+  low = __builtin_shufflevector(a, b, (I & S ? LANES + I - S : I)...);
+  high = __builtin_shufflevector(a, b, (I & S ? LANES + I : I + S)...);
+}
+
+template <int S>
+inline void exchange_all(Floats* v) {
+  UNROLL for (int i = 0; i < LANES; ++i)
+    if (!(i & S)) exchange<S>(v[i], v[i + S], std::make_index_sequence<LANES>());
+}
+
+inline void transpose_square(Floats* v) {
+  exchange_all<1>(v), exchange_all<2>(v);
+  if constexpr (LANES >= 8) exchange_all<4>(v);
+  if constexpr (LANES == 16) exchange_all<8>(v);
+}
+
+// The largest lane of a vector.
+inline float max_lane(Floats v) {
+#if defined(__AVX512F__)
+  const auto first = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+             second = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15), e = first > second ? first : second;
+#else
+  const Floats e = v;
+#endif
+#if defined(__ARM_NEON)
+  const Floats f = e;
+#else
+  const auto low = __builtin_shufflevector(e, e, 0, 1, 2, 3), high = __builtin_shufflevector(e, e, 4, 5, 6, 7),
+             f = low > high ? low : high;
+#endif
+  return std::max(std::max(f[0], f[1]), std::max(f[2], f[3]));
+}
+
+// The sums of LANES vectors, each in its lane.
+template <int S>
+inline void fold(Floats* v) {
+  UNROLL for (int i = 0; i < LANES; i += 2 * S) {
+    exchange<S>(v[i], v[i + S], std::make_index_sequence<LANES>());
+    v[i] += v[i + S];
+  }
+}
+
+inline Floats sum_each(Floats* v) {
+  fold<1>(v), fold<2>(v);
+  if constexpr (LANES >= 8) fold<4>(v);
+  if constexpr (LANES == 16) fold<8>(v);
+  return v[0];
 }
 
 }  // namespace

@@ -55,11 +55,6 @@ class ThreadErrors {
     }
   }
 
-  template <class Work>
-  void run(Work work) noexcept {
-    run(work, [] {});
-  }
-
   void rethrow() const {
     if (first) std::rethrow_exception(first);
   }

@@ -5,7 +5,7 @@ The arguments are the fields of `Settings` in inference/settings.py, which check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypedDict
 
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ class TextOptions(TypedDict, total=False):
     min_p: float
     typical_p: float
     repetition_penalty: float
+    presence_penalty: float  # subtracted from the logits of tokens that the new text has
+    frequency_penalty: float  # the same, for each time that it has them
+    logit_bias: Mapping[int, float]  # added to the logits of these tokens
     no_repeat_ngram_size: int
     bad_words_ids: Sequence[Sequence[int]] | None
     suppress_tokens: int | Sequence[int] | None

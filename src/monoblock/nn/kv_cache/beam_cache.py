@@ -41,7 +41,7 @@ class BeamCache(Cache):
     ) -> None:
         slots = max_tokens * beams
         super().__init__(stack_config, batch=searches, capacity=slots, chunk=slots, device=device)
-        self.make_static()
+        self.common_length, self.max_length = None, slots - 1
         self.beams, self.max_tokens, self.num_positions = beams, max_tokens, max_tokens
         self.beam_index = torch.arange(beams, dtype=torch.uint8, device=device)
         # Which beam wrote the token that a beam sees at each position; `beams` where there is none.
@@ -60,7 +60,7 @@ class BeamCache(Cache):
         key_positions = TokenPositions((slot // n)[None])
         columns = self.lengths[:, None] * n + self.beam_index
         beams = BeamSlots(self.writers, self.lengths)
-        write = CacheWrite(columns, key_positions, seen * n, None, False, mask=mask, beams=beams)
+        write = CacheWrite(columns, key_positions, seen * n, False, mask=mask, beams=beams)
         return [write] * len(self.layers)
 
     def _visible_slots(self) -> Tensor:
@@ -110,31 +110,3 @@ class BeamCache(Cache):
             if getattr(layer, name) is None:
                 setattr(layer, name, tokens.new_zeros(self.batch, groups, self.memory_positions.length, size))
             getattr(layer, name)[:count, :, :length] = tokens
-
-    def copy_beams_to(self, rows: Cache, searches: Tensor) -> None:
-        """Copy the beams of some searches to an empty cache with one row for each beam, in the same order."""
-        n, most = self.beams, rows.capacity
-        seen = min(most, self.max_tokens)
-        position = torch.arange(seen, device=searches.device)
-        writers = self.writers[searches, :, :seen].long()
-        is_written = (writers < n).flatten(0, 1)[:, None, :, None]  # (rows, 1, positions, 1)
-        slots = (position * n + writers.clamp(max=n - 1)).flatten(1)[
-            :, None, :, None
-        ]  # (searches, 1, n · positions, 1)
-        for layer, target in zip(self.layers, rows.layers, strict=True):
-            for name in ("keys", "values"):
-                tokens = getattr(layer, name)[searches]
-                beams = tokens.gather(2, slots.expand(-1, tokens.shape[1], -1, tokens.shape[3]))
-                beams = beams.unflatten(2, (n, seen)).transpose(1, 2).flatten(0, 1)  # (rows, G, positions, size)
-                stored = tokens.new_zeros(len(searches) * n, tokens.shape[1], target.capacity + 1, tokens.shape[3])
-                stored[:, :, :seen] = torch.where(is_written, beams, 0)
-                setattr(target, name, stored)
-        for source, cross in zip(self.cross_layers, rows.cross_layers, strict=True):
-            if source is not None and cross is not None and source.keys is not None and source.values is not None:
-                cross.fill(source.keys[searches], source.values[searches])
-        if self.memory_positions is not None:
-            rows.memory_positions = self.memory_positions.map_tensors(lambda t: t[searches] if t.shape[0] > 1 else t)
-        rows.rows_per_source = n
-        rows.advance(self.lengths[searches].repeat_interleave(n))
-        rows.make_static()
-        rows.make_dynamic()  # records the positions of the tokens

@@ -56,7 +56,6 @@ class Cache:
         self.common_length: int | None = 0  # the length of all rows, if the host knows that they are equally long
         self.max_length = 0
         self.overwrites_window = False  # the last pass wrote more than a chunk, so that all its tokens must be kept
-        self.is_static = False  # every pass has the same shapes and writes in place, so that a CUDA graph can replay it
         self.rows_per_source = 1  # number of rows that share one source, as beams do
         self.spare_buffer: Tensor | None = None  # the next keys or values to be reordered are copied into it
         self.layers: list[LayerCache] = []
@@ -103,15 +102,14 @@ class Cache:
             )
         if self.overwrites_window:  # the last pass is repeated
             self._check_overwritten(self.lengths)
-        self.overwrites_window = not self.is_static and new_positions.length > self.max_droppable
+        self.overwrites_window = new_positions.length > self.max_droppable
         linear_writes = {
             size: LinearWrite.prepare(new_positions, self.lengths, self.max_written, size)
             for size in {layer.capacity for layer in self.layers if isinstance(layer, LinearLayerCache)}
         }
-        if not self.is_static:
-            self.max_written = torch.maximum(self.max_written, self.lengths + counts)
+        self.max_written = torch.maximum(self.max_written, self.lengths + counts)
         writes = {
-            size: index.prepare_write(new_positions, self.lengths, self.max_length, self.is_static)
+            size: index.prepare_write(new_positions, self.lengths, self.max_length)
             for size, index in self.index_by_capacity.items()
         }
         writes = {size: write._replace(linear=linear_writes.get(size)) for size, write in writes.items()}
@@ -167,7 +165,7 @@ class Cache:
 
         If several rows share a source, as beams do, `sources` gives the indices of the sources to keep (None: all).
         """
-        keeps_batch = len(rows) == self.batch and not self.is_static
+        keeps_batch = len(rows) == self.batch
         self.lengths, self.max_written = self.lengths[rows], self.max_written[rows]
         for index in self.index_by_capacity.values():
             index.select(rows)
@@ -261,45 +259,6 @@ class Cache:
                 layer.map_tensors(fn)
         if self.memory_positions is not None:
             self.memory_positions = self.memory_positions.map_tensors(fn)
-
-    # -- fixed shapes ----------------------------------------------------------------------------------------------
-
-    def make_static(self, max_tokens: int = 1) -> None:
-        """Give every pass the same shapes, so that a CUDA graph can replay it; empty columns are then masked.
-
-        A pass writes at most `max_tokens` tokens to each row, and the caller leaves room for them.
-        """
-        if any(isinstance(layer, LinearLayerCache) for layer in self.layers):
-            raise InputError("the cache of linear attention cannot be static; use it as it is")
-        self.is_static, self.common_length, self.max_length = True, None, self.capacity - max_tokens
-
-    def make_dynamic(self) -> None:
-        """Undo `make_static`, reading the current lengths from the device."""
-        self.is_static, self.max_length = False, int(self.lengths.max())
-        for index in self.index_by_capacity.values():
-            index.record_sequential_tokens(self.lengths)
-        self.max_written = torch.maximum(self.max_written, self.lengths)
-
-    def copy_from(self, other: Cache) -> bool:
-        """Copy the tensors of another cache into this one; return False, copying nothing, if their shapes differ."""
-        tensors, other_tensors = self._tensors(), other._tensors()
-        is_compatible = (self.stack_config, self.rows_per_source) == (other.stack_config, other.rows_per_source)
-        if not is_compatible or tensors.keys() != other_tensors.keys() or self.memory_positions is not None:
-            return False
-        if any(tensors[name].shape != other_tensors[name].shape for name in tensors):
-            return False
-        for name, tensor in tensors.items():
-            tensor.copy_(other_tensors[name])
-        return True
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return the lengths, keys, values and positions of self-attention, by name."""
-        tensors: dict[str, Tensor | None] = {"lengths": self.lengths, "max_written": self.max_written}
-        for number, layer in enumerate(self.layers):
-            tensors |= {f"{number}.keys": layer.keys, f"{number}.values": layer.values}
-        for size, index in self.index_by_capacity.items():
-            tensors |= {f"{size}.{name}": tensor for name, tensor in index.tensors().items()}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     # -- properties ------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,6 @@ class CacheWrite(NamedTuple):
     columns: Tensor  # (B, T) the column of each new token; tokens that are not kept go to the scratch column at the end
     key_positions: TokenPositions
     num_visible: int  # the number of columns that the queries see
-    cached_lengths: Tensor | None  # (B,) if the cache is static and each row has one new token, which sees all before
     is_concatenated: bool  # if the new tokens do not fit in the ring, queries see the old columns, then all new tokens
     linear: LinearWrite | None = None  # in a block with linear attention: which tokens its sums hold
     mask: Mask | None = None  # what the queries see, besides the mask of the block; None: no further restriction
@@ -56,12 +55,8 @@ class CacheIndex:
         self.document: Tensor | None = None
         self.prefix_or_global: Tensor | None = None
 
-    def prepare_write(
-        self, new_positions: TokenPositions, lengths: Tensor, max_length: int, is_static: bool = False
-    ) -> CacheWrite:
+    def prepare_write(self, new_positions: TokenPositions, lengths: Tensor, max_length: int) -> CacheWrite:
         """Record the positions of new tokens; return the columns to write to and the positions of the keys they see."""
-        if is_static and new_positions.valid is None and self.is_sequential:
-            return self._sequential_write(lengths, new_positions.length)
         B, T = lengths.shape[0], new_positions.length
         valid = new_positions.valid
         if valid is None:
@@ -74,13 +69,13 @@ class CacheIndex:
         columns = torch.where(kept, token_index % self.capacity, self.capacity)
         self._record(new_positions, token_index, columns)
         if before is not None:
-            return CacheWrite(columns, _concatenate_positions(before, new_positions, B), self.capacity, None, True)
+            return CacheWrite(columns, _concatenate_positions(before, new_positions, B), self.capacity, True)
         num_visible = self.capacity if self.window is not None else min(self.capacity, max_length + T)
         if new_positions.start is not None and self.is_sequential:
             key_positions = TokenPositions(self.positions[:1, :num_visible], start=0)
         else:
             key_positions = self._visible_positions(limit, num_visible)
-        return CacheWrite(columns, key_positions, num_visible, None, False)
+        return CacheWrite(columns, key_positions, num_visible, False)
 
     @property
     def max_droppable(self) -> int:
@@ -91,23 +86,6 @@ class CacheIndex:
     def is_sequential(self) -> bool:
         """Whether columns hold tokens in order and every token sees all tokens before it."""
         return self.window is None and self.document is None and self.prefix_or_global is None
-
-    def _sequential_write(self, lengths: Tensor, count: int) -> CacheWrite:
-        """Prepare to write tokens with few operations; `record_sequential_tokens` records their positions later."""
-        column = torch.arange(self.capacity, device=lengths.device)[None]
-        first = lengths[:, None]
-        if count == 1:
-            return CacheWrite(first, TokenPositions(column, valid=column <= first), self.capacity, lengths, False)
-        key_positions = TokenPositions(column, valid=column < first + count)
-        return CacheWrite(first + column[:, :count], key_positions, self.capacity, None, False)
-
-    def record_sequential_tokens(self, lengths: Tensor) -> None:
-        """Record the positions of tokens written while the cache was static."""
-        if self.is_sequential:
-            column = torch.arange(self.capacity + 1, device=lengths.device)[None]
-            known = self.token_index >= 0
-            self.positions = torch.where(known, self.positions, column)
-            self.token_index = torch.where(column < lengths[:, None], column, self.token_index)
 
     def _record(self, new_positions: TokenPositions, token_index: Tensor, columns: Tensor) -> None:
         B, T = columns.shape

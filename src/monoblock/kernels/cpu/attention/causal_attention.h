@@ -13,9 +13,9 @@
 
 #include <tuple>
 
-#include "attention/attention.h"
-#include "checks.h"
 #include "attention/head_matrices.h"
+#include "checks.h"
+#include "stack/activations.h"
 
 namespace {
 namespace causal {
@@ -24,21 +24,13 @@ namespace causal {
 
 constexpr float MASKED = -std::numeric_limits<float>::infinity();  // the score of a later key
 
-inline float max_of(Floats v) {
-  float tops[LANES];
-  std::memcpy(tops, &v, sizeof v);
-  for (int apart = LANES / 2; apart; apart /= 2)
-    for (int i = 0; i < apart; ++i) tops[i] = std::max(tops[i], tops[i + apart]);
-  return tops[0];
-}
-
 inline float max_of(const float* x, int64_t vectors) {
   Floats top = all(MASKED);
   for (int64_t n = 0; n < vectors; ++n) {
     const Floats v = load<Floats>(x + n * LANES);
     top = v > top ? v : top;
   }
-  return max_of(top);
+  return max_lane(top);
 }
 
 // x = e^(x - top), 0 where masked unless top is NaN; returns the sum.

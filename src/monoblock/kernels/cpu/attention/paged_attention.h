@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "attention/pages.h"
-#include "linear/panel.h"
+#include "stack/norm.h"
 
 namespace {
 namespace pages {
@@ -62,7 +62,7 @@ inline void multiply_keys(const Keys& s, const float* q, int64_t q_step, float (
           sums[m] += load_lanes(key + n * size + k, int(size - k)) * load_lanes(q + m * q_step + k, int(size - k));
       UNROLL for (int m = 0; m < M; ++m) parts[m][n] = sums[m];
     }
-    UNROLL for (int m = 0; m < M; ++m) store(scores[m] + i % PART, panels::sum_each(parts[m]));
+    UNROLL for (int m = 0; m < M; ++m) store(scores[m] + i % PART, sum_each(parts[m]));
   }
 }
 
@@ -84,7 +84,7 @@ inline Attended weigh(const Keys& s, const Scores& options, float* scores) {
     const Floats v = load<Floats>(scores + j);
     highest = v > highest ? v : highest;
   }
-  const float top = panels::max_lane(highest);
+  const float top = max_lane(highest);
   transform(scores, count, [&](Floats v, int64_t, int) { return exponential_or_zero(v - top); });
   for (int64_t j = 0; j < count; j += LANES) total += load<Floats>(scores + j);
   return {top, sum(total), false};

@@ -67,9 +67,7 @@ inline float max_abs(const float* x, int64_t count) {
     const Floats v = load<Floats>(x + i), size = v < 0.0f ? -v : v;
     largest = size > largest ? size : largest, nonfinite += v - v;
   }
-  float result = 0;
-  for (int i = 0; i < LANES; ++i) result = std::max(result, largest[i]);
-  return result + sum(nonfinite);
+  return max_lane(largest) + sum(nonfinite);
 }
 
 // Quantize a row of x to integers of at most `limit`, with one step a group.  `sums` (groups, LANES) are those of the

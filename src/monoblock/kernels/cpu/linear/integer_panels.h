@@ -8,8 +8,6 @@
 
 #include <ATen/Parallel.h>
 
-#include <memory>
-
 #include "linear/integer_sums.h"
 #include "linear/matvec.h"
 
@@ -27,31 +25,10 @@ constexpr int64_t MANY_ROWS = 17;  // rows of x for which quantized weights are 
 
 namespace integer_panels {
 
-using panels::MAX_VECTORS;
+using panels::MAX_VECTORS, panels::PANEL, panels::Panels;
 
 constexpr int64_t BLOCK_TILES = 4, BLOCK_ROWS = BLOCK_TILES * TILE_ROWS;  // rows of a weight that share their results
 constexpr int64_t PASS_PANELS = 4;                                        // panels for which weights are unpacked once
-
-// A panel of x: its first vector, and how many it has, at most MAX_VECTORS.
-struct PanelVectors {
-  int64_t first;
-  int count;
-};
-
-// Memory for vectors that is kept until more is needed, and not set to anything.
-template <class Vector>
-class Vectors {
- public:
-  Vector* at(int64_t index) const { return reinterpret_cast<Vector*>(memory.get()) + index; }
-  void resize(int64_t count) {
-    const int64_t lines = (count * int64_t(sizeof(Vector)) + 63) / 64;
-    if (lines > size) memory.reset(new CacheLine[lines]), size = lines;
-  }
-
- private:
-  std::unique_ptr<CacheLine[]> memory;
-  int64_t size = 0;
-};
 
 // Rows of x, LANES in each vector: what products read.
 template <class Elements>
@@ -59,14 +36,16 @@ struct QuantizedRows {
   static constexpr int INPUTS = Elements::INPUTS, PARTS = Elements::PARTS;
   int64_t columns = 0, groups = 0, group = 0;
   int limit = 0;          // of the integers
+  Panels panels;
   // INPUTS integers of each row: of each panel (columns / INPUTS, vectors), or of each vector (columns / INPUTS, PARTS)
   // if integers have several parts.
   Vectors<Ints> inputs;
   Vectors<Floats> steps;  // of each panel (groups, vectors)
   Vectors<Ints> sums;     // of the integers of a group, likewise
 
-  void resize(int64_t vectors, int64_t columns_, int64_t groups_, int limit_) {
-    columns = columns_, groups = groups_, group = columns / groups, limit = limit_;
+  void resize(Panels rows, int64_t columns_, int64_t groups_, int limit_) {
+    panels = rows, columns = columns_, groups = groups_, group = columns / groups, limit = limit_;
+    const int64_t vectors = panels.vectors();
     inputs.resize(vectors * columns / INPUTS * PARTS), steps.resize(vectors * groups), sums.resize(vectors * groups);
   }
 
@@ -75,11 +54,12 @@ struct QuantizedRows {
     return inputs.at((first * columns + g * group * count) / INPUTS * PARTS);
   }
 
-  // Quantize group g of vector v of a panel from x (inputs, stride), LANES rows; what is behind `live` inputs is zero.
-  void quantize_group(const PanelVectors& panel, int v, int64_t g, const float* x, int64_t stride, int64_t live) {
+  // Quantize group g of a vector from x (inputs, stride), LANES rows; what is behind `live` inputs is zero.
+  void quantize_group(int64_t vector, int64_t g, const float* x, int64_t stride, int64_t live) {
+    const int64_t v = vector % MAX_VECTORS, first = vector - v, count = panels.vectors_of(vector / MAX_VECTORS);
     const GroupRounding rounding(x, stride, std::min(live, group), limit);
-    Ints* to = PARTS == 1 ? group_inputs(panel.first, panel.count, g) + v : group_inputs(panel.first + v, 1, g);
-    const int64_t next = PARTS == 1 ? panel.count : PARTS;
+    Ints* to = PARTS == 1 ? group_inputs(first, count, g) + v : group_inputs(vector, 1, g);
+    const int64_t next = PARTS == 1 ? count : PARTS;
     Ints total = {}, n[INPUTS];
     for (int64_t i = 0; i < group; i += INPUTS, to += next) {
       UNROLL for (int k = 0; k < INPUTS; ++k) {
@@ -91,7 +71,7 @@ struct QuantizedRows {
       UNROLL for (int k = 0; k < INPUTS; ++k) n[k] = (n[k] + 128) >> 8;
       to[0] = join<Elements>(n);
     }
-    const int64_t at = panel.first * groups + g * panel.count + v;
+    const int64_t at = first * groups + g * count + v;
     *steps.at(at) = rounding.step, *sums.at(at) = total;
   }
 };
@@ -112,8 +92,8 @@ class BlockProducts {
     if (Format::offset) read_values(format.least(first), leasts);
   }
 
-  // Multiply them with PASS_PANELS or fewer panels.
-  __attribute__((noinline)) void multiply(const PanelVectors* panels, int64_t number, Fetch& fetch) {
+  // Multiply them with PASS_PANELS or fewer panels, from panel `from` on.
+  __attribute__((noinline)) void multiply(int64_t from, int64_t number, Fetch& fetch) {
     alignas(64) Weight tiles[BLOCK_ROWS * MAX_PRODUCTS];
     for (int64_t i = 0; i < number; ++i) start_totals(totals + i * BLOCK_ROWS * MAX_VECTORS);
     for (int64_t g = 0; g < x.groups; ++g) {
@@ -121,8 +101,9 @@ class BlockProducts {
       fetch_after(g);
       for (int64_t i = 0; i < number; ++i) {
         Floats* to = totals + i * BLOCK_ROWS * MAX_VECTORS;
-        panels[i].count == MAX_VECTORS ? add_group<MAX_VECTORS>(tiles, g, panels[i].first, fetch, to)
-                                       : add_group<1>(tiles, g, panels[i].first, fetch, to);
+        const int64_t vector = (from + i) * MAX_VECTORS;
+        x.panels.vectors_of(from + i) == MAX_VECTORS ? add_group<MAX_VECTORS>(tiles, g, vector, fetch, to)
+                                                     : add_group<1>(tiles, g, vector, fetch, to);
       }
     }
   }
@@ -151,7 +132,7 @@ class BlockProducts {
     for (int64_t r = 0; r < BLOCK_ROWS; r += LANES)
       for (int64_t g = 0; g < x.groups; g += LANES) {  // what is read behind a row is not written
         UNROLL for (int n = 0; n < LANES; ++n) square[n] = load<Floats>(by_row.data() + (r + n) * x.groups + g);
-        panels::transpose_square(square);
+        transpose_square(square);
         for (int64_t n = 0; n < std::min<int64_t>(LANES, x.groups - g); ++n)
           store(to.data() + (g + n) * BLOCK_ROWS + r, square[n]);
       }
@@ -234,35 +215,25 @@ inline Fetch next_block(const Format& format, int64_t row, int64_t rows, int64_t
 // The rows from begin to end of a weight with all panels: for every block and panel, done(panel, row, block) may write
 // the result of `block`, which is number panel % PASS_PANELS there.
 template <class Format, class Elements, class Done>
-void multiply_rows(const Format& format, const QuantizedRows<Elements>& x, const std::vector<PanelVectors>& panels,
-                   int64_t begin, int64_t end, const float* bias, Done done) {
+void multiply_rows(const Format& format, const QuantizedRows<Elements>& x, int64_t begin, int64_t end,
+                   const float* bias, Done done) {
   BlockProducts<Format, Elements> block(format, x, bias);
-  const int64_t number = int64_t(panels.size());
+  const int64_t number = x.panels.count();
   for (int64_t n = begin; n < end; n += BLOCK_ROWS) {
     Fetch fetch = next_block(format, n + BLOCK_ROWS, end, number * format.columns / CHUNK * BLOCK_TILES);
     block.set_block(n, end - n);
     for (int64_t i = 0; i < number; i += PASS_PANELS) {
       const int64_t together = std::min(PASS_PANELS, number - i);
-      block.multiply(panels.data() + i, together, fetch);
+      block.multiply(i, together, fetch);
       for (int64_t j = 0; j < together; ++j) done(i + j, n, block);
     }
   }
 }
 
-// Rows of x (batch, stride), of which `inputs` are read, and where they go.
+// Rows of x (batch, stride), of which `inputs` are read; with a stride of 0, panels of `inputs` numbers a row.
 struct RowPanels {
   const float* x;
   int64_t batch, stride, inputs;
-
-  int64_t vectors() const { return (batch + LANES - 1) / LANES; }
-
-  // In panels that are full but the last.
-  std::vector<PanelVectors> panels() const {
-    std::vector<PanelVectors> list;
-    for (int64_t v = 0; v < vectors(); v += MAX_VECTORS)
-      list.push_back({v, int(std::min<int64_t>(MAX_VECTORS, vectors() - v))});
-    return list;
-  }
 
   // Quantize some of the groups of all vectors, those of a vector one after the other.
   template <class Elements>
@@ -271,26 +242,39 @@ struct RowPanels {
     for (int64_t n = begin; n < end; ++n) {
       const int64_t vector = n / to.groups, g = n % to.groups, row = vector * LANES, column = g * to.group;
       const int64_t rows = std::min<int64_t>(LANES, batch - row), live = std::min(to.group, inputs - column);
-      const int64_t panel = vector / MAX_VECTORS * MAX_VECTORS;
+      if (!stride) {
+        const int64_t panel = vector / MAX_VECTORS, step = to.panels.step(panel);
+        const float* from = x + panel * PANEL * inputs + column * step + vector % MAX_VECTORS * LANES;
+        to.quantize_group(vector, g, from, step, live);
+        continue;
+      }
       if (rows < LANES) std::fill(turned.begin(), turned.end(), 0.0f);
       panels::transpose(x + row * stride + column, rows, live, stride, turned.data(), LANES);
-      to.quantize_group({panel, int(std::min<int64_t>(MAX_VECTORS, vectors() - panel))}, int(vector - panel), g,
-                        turned.data(), LANES, live);
+      to.quantize_group(vector, g, turned.data(), LANES, live);
     }
   }
 };
 
 // The rows from begin to end of a weight with rows of x -> y (batch, y_stride).
 template <class Elements, class Format>
-void multiply_to_rows(const Format& format, const QuantizedRows<Elements>& x, int64_t batch,
-                      const std::vector<PanelVectors>& panels, int64_t begin, int64_t end, const float* bias, float* y,
-                      int64_t y_stride) {
-  const auto write = [&](int64_t i, int64_t n, const BlockProducts<Format, Elements>& block) {
-    const int64_t row = panels[i].first * LANES, live = std::min<int64_t>(panels[i].count * LANES, batch - row);
-    panels::transpose(block.result(i % PASS_PANELS), block.size(), live, MAX_VECTORS * LANES, y + row * y_stride + n,
-                      y_stride);
-  };
-  multiply_rows(format, x, panels, begin, end, bias, write);
+void multiply_to_rows(const Format& format, const QuantizedRows<Elements>& x, int64_t begin, int64_t end,
+                      const float* bias, float* y, int64_t y_stride) {
+  multiply_rows(format, x, begin, end, bias, [&](int64_t p, int64_t n, const BlockProducts<Format, Elements>& block) {
+    const int64_t row = p * PANEL, live = std::min(PANEL, x.panels.batch - row);
+    panels::transpose(block.result(p % PASS_PANELS), block.size(), live, PANEL, y + row * y_stride + n, y_stride);
+  });
+}
+
+// The same to panels of `rows` numbers a row.
+template <class Elements, class Format>
+void multiply_to_panels(const Format& format, const QuantizedRows<Elements>& x, int64_t begin, int64_t end,
+                        const float* bias, float* y, int64_t rows) {
+  multiply_rows(format, x, begin, end, bias, [&](int64_t p, int64_t n, const BlockProducts<Format, Elements>& block) {
+    const int64_t step = x.panels.step(p);
+    const float* from = block.result(p % PASS_PANELS);
+    float* to = y + p * PANEL * rows + n * step;
+    for (int64_t r = 0; r < block.size(); ++r) std::copy_n(from + r * PANEL, step, to + r * step);
+  });
 }
 
 // y (batch, rows) = x W' + bias for x (batch, inputs), rounded to integers of at most `limit`.
@@ -298,14 +282,12 @@ template <class Elements, class Format>
 void multiply(const Format& format, const float* x, int64_t batch, int64_t inputs, int limit, int64_t rows,
               const float* bias, float* y) {
   const RowPanels input{x, batch, inputs, inputs};
-  const std::vector<PanelVectors> panels = input.panels();
   QuantizedRows<Elements> quantized;
-  quantized.resize(input.vectors(), format.columns, format.groups, limit);
-  at::parallel_for(0, input.vectors() * format.groups, 8,
+  quantized.resize({batch}, format.columns, format.groups, limit);
+  at::parallel_for(0, quantized.panels.vectors() * format.groups, 8,
                    [&](int64_t begin, int64_t end) { input.quantize(quantized, begin, end); });
   at::parallel_for(0, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, 1, [&](int64_t begin, int64_t end) {
-    multiply_to_rows(format, quantized, batch, panels, begin * BLOCK_ROWS, std::min(end * BLOCK_ROWS, rows), bias, y,
-                     rows);
+    multiply_to_rows(format, quantized, begin * BLOCK_ROWS, std::min(end * BLOCK_ROWS, rows), bias, y, rows);
   });
 }
 

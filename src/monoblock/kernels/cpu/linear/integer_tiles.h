@@ -22,17 +22,17 @@ template <int PARTS>
 struct ByteRows {
   static constexpr int LIMIT = PARTS == 1 ? LIMIT_8_BITS : LIMIT_16_BITS;
   int64_t tiles, columns, groups, inputs;  // inputs of one product: 64, or 32 where a group is no multiple of it
-  std::unique_ptr<CacheLine[]> bytes;      // (tiles, columns / inputs, PARTS, inputs / 4)
-  std::unique_ptr<CacheLine[]> steps;      // (tiles, groups)
+  Vectors<CacheLine> bytes;                // (tiles, columns / inputs, PARTS, inputs / 4)
+  Vectors<CacheLine> steps;                // (tiles, groups)
 
   ByteRows(const MatvecInput& in)
-      : tiles((in.batch + TILE - 1) / TILE), columns(in.columns), groups(in.groups), inputs(in.group % 64 ? 32 : 64),
-        bytes(new CacheLine[tiles * columns * PARTS / 4]), steps(new CacheLine[tiles * groups]) {
+      : tiles((in.batch + TILE - 1) / TILE), columns(in.columns), groups(in.groups), inputs(in.group % 64 ? 32 : 64) {
+    bytes.resize(tiles * columns * PARTS / 4), steps.resize(tiles * groups);
     at::parallel_for(0, tiles * groups, 8, [&](int64_t begin, int64_t end) {
       std::vector<int16_t> integers(TILE * in.group);
       for (int64_t n = begin; n < end; ++n) {
         const int64_t tile = n / groups, g = n % groups;
-        float* row_steps = reinterpret_cast<float*>(&steps[n]);
+        float* row_steps = reinterpret_cast<float*>(steps.at(n));
         for (int64_t r = 0; r < TILE; ++r) {
           const int64_t b = tile * TILE + r;
           int16_t* to = integers.data() + r * in.group;
@@ -42,7 +42,7 @@ struct ByteRows {
           else
             std::fill_n(to, in.group, int16_t(0));
         }
-        pack_group(integers.data(), in.group, &bytes[n * in.group * PARTS / 4]);
+        pack_group(integers.data(), in.group, bytes.at(n * in.group * PARTS / 4));
       }
     });
   }
@@ -63,7 +63,7 @@ struct ByteRows {
       for (int64_t at = 0; at < PARTS * inputs; at += 64) {
         const int64_t lines = std::min(TILE, (PARTS * inputs - at) / 4);  // half a tile for 32 inputs in one part
         UNROLL for (int r = 0; r < TILE; ++r) square[r] = load<Floats>(parts[r] + at);
-        panels::transpose_square(square);
+        transpose_square(square);
         std::memcpy(to, square, lines * sizeof(CacheLine)), to += lines;
       }
     }
@@ -113,7 +113,7 @@ inline void multiply_tile(const WeightTile& weight, const ByteRows<PARTS>& x, in
   constexpr int64_t buffers = 2 * AHEAD;
   alignas(64) int32_t sums[buffers][PARTS][TILE * TILE];
   const int64_t group = x.columns / x.groups;
-  const CacheLine *bytes = &x.bytes[tile * x.columns * PARTS / 4], *steps = &x.steps[tile * x.groups];
+  const CacheLine *bytes = x.bytes.at(tile * x.columns * PARTS / 4), *steps = x.steps.at(tile * x.groups);
   Floats total[TILE];
   UNROLL for (int r = 0; r < TILE; ++r) total[r] = Floats{};
   for (int64_t next = 0; next < x.groups + AHEAD; ++next) {
@@ -156,7 +156,7 @@ void multiply(const Int8Format& format, const MatvecInput& in, int64_t rows, con
           const int64_t row = (first + n) * TILE, live = std::min(TILE, rows - row);
           Floats total[TILE];
           multiply_tile(weights[n], x, tile, fetch, total);
-          panels::transpose_square(total);
+          transpose_square(total);
           const Floats added = bias ? split::load_masked(bias + row, live) : Floats{};
           for (int64_t b = 0; b < std::min(TILE, in.batch - tile * TILE); ++b)
             split::store_masked(y + (tile * TILE + b) * rows + row, total[b] + added, live);

@@ -32,13 +32,10 @@ struct Fp32Format {
   static constexpr bool scaled = false, offset = false;
   const float* at(int64_t row, int64_t column) const { return weight + row * columns + column; }
   static constexpr int64_t stored(int64_t weights) { return weights; }
-  void unpack(int64_t row, int64_t column, Floats* out) const { unpack(at(row, column), out); }
   static void unpack(const float* from, Floats* out) {
     prefetch(from), prefetch(from + CHUNK / 2);
     UNROLL for (int p = 0; p < CHUNK_VECTORS; ++p) out[p] = load<Floats>(from + p * LANES);
   }
-  const uint16_t* scale(int64_t) const { return nullptr; }
-  const uint16_t* least(int64_t) const { return nullptr; }
 };
 
 struct Bf16Format {
@@ -47,7 +44,6 @@ struct Bf16Format {
   static constexpr bool scaled = false, offset = false;
   const uint16_t* at(int64_t row, int64_t column) const { return weight + row * columns + column; }
   static constexpr int64_t stored(int64_t weights) { return weights; }
-  void unpack(int64_t row, int64_t column, Floats* out) const { unpack(at(row, column), out); }
   static void unpack(const uint16_t* from, Floats* out) {
     prefetch(from);
     UNROLL for (int p = 0; p < CHUNK_VECTORS; ++p) {
@@ -55,8 +51,6 @@ struct Bf16Format {
       std::memcpy(&out[p], &bits, sizeof bits);
     }
   }
-  const uint16_t* scale(int64_t) const { return nullptr; }
-  const uint16_t* least(int64_t) const { return nullptr; }
 };
 
 struct Int8Format {
@@ -203,8 +197,8 @@ void multiply_band(const Format& format, const MatvecInput& in, const WeightRows
                    int64_t rows, float* scales, float* leasts) {
   const bool reads_bf16 = MONOBLOCK_NEON_DOT || in.nibble_bytes;  // these products convert scales themselves
   for (int r = 0; r < band.count && !reads_bf16; ++r) {
-    if (Format::scaled) bf16_to_fp32(format.scale(band[r]), in.groups, scales + r * in.groups);
-    if (Format::offset) bf16_to_fp32(format.least(band[r]), in.groups, leasts + r * in.groups);
+    if constexpr (Format::scaled) bf16_to_fp32(format.scale(band[r]), in.groups, scales + r * in.groups);
+    if constexpr (Format::offset) bf16_to_fp32(format.least(band[r]), in.groups, leasts + r * in.groups);
   }
   int64_t b = 0;
   for (; b + 8 <= in.batch; b += 8) tiles<8>(format, in, scales, leasts, band, b, y, rows);

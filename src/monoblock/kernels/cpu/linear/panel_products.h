@@ -1,10 +1,10 @@
 // A weight times several panels, a block of its rows at a time, which stays in the cache for all panels.
 //
-// fp32 weights are multiplied by `tiles` of panel.h.  Quantized weights are multiplied in matrix tiles where the
+// fp32 weights are multiplied by `tiles` of panel.h.  Quantized weights are multiplied in matrix tiles, where the
 // processor has them: they and the panels become sums of two bfloat16 (split_numbers.h), and the sums of three products
 // come out as a panel.  A block of the weight is unpacked while the block before it is multiplied.  fp32 weights could
 // be multiplied likewise, in six products, but whether that is faster than `tiles` depends on what else the processor
-// does.  Without matrix tiles quantized weights are multiplied in integers (integer_panels.h).
+// does.
 #pragma once
 
 #include <vector>
@@ -16,11 +16,6 @@
 
 namespace {
 namespace panels {
-
-struct PanelRows {
-  const float* x;  // (inputs, vectors * LANES)
-  int vectors;
-};
 
 #if MONOBLOCK_TILES
 
@@ -131,131 +126,84 @@ class WeightBlocks {
 
 class PanelProducts {
  public:
-  // Choose the panels (inputs, rows) that the next products read.
-  void set_inputs(std::vector<PanelRows> rows, int64_t size) {
-    panels = std::move(rows), inputs = size, packed = {};
-  }
+  // Choose what the next products read: the first of some panels (size, rows).
+  void set_inputs(const float* first, int64_t size, Panels rows) { x = first, inputs = size, panels = rows, packed = {}; }
 
   // For a block of rows from n on, and each panel: y = where(panel, n), then y (count, rows) is filled, then done(panel,
   // n, count, y).  TOGETHER panels that follow each other are filled at once, so their y must not overlap.
   template <class Where, class Done>
   void multiply(const WeightMatrix& m, Where where, Done done) {
-    if (m.is_quantized())
-      return with_format(m, [&](const auto& format) { multiply_quantized(format, m, where, done); });
+#if MONOBLOCK_TILES
+    if (m.is_quantized()) return with_format(m, [&](const auto& format) { multiply_in_tiles(format, m, where, done); });
+#endif
     const float* weight = static_cast<const float*>(m.weight);
     for (int64_t n = 0; n < m.rows; n += BLOCK_ROWS) {
-      const int64_t count = std::min(BLOCK_ROWS, m.rows - n), left = m.rows - n - count;
-      Prefetch prefetch(weight + (n + count) * m.columns, std::min(BLOCK_ROWS, left) * m.columns, count, m.columns,
-                        panels.size());
+      const int64_t count = std::min(BLOCK_ROWS, m.rows - n), next = std::min(BLOCK_ROWS, m.rows - n - count);
+      const int64_t lines = (next * m.columns + LINE_FLOATS - 1) / LINE_FLOATS;
+      const int64_t times = std::max<int64_t>(1, count / TILE_ROWS * (m.columns / LINE_FLOATS) * panels.count());
+      Fetch fetch{reinterpret_cast<const char*>(weight + (n + count) * m.columns), lines, (lines + times - 1) / times};
       const float *rows = weight + n * m.columns, *bias = m.bias ? m.bias + n : nullptr;
-      for (size_t i = 0, together; i < panels.size(); i += together) {
-        together = are_full(i, TOGETHER) ? TOGETHER : 1;
-        ForPanels<const float> x = {};
+      for (int64_t i = 0, together; i < panels.count(); i += together) {
+        together = (i + TOGETHER) * PANEL <= panels.vectors() * LANES ? TOGETHER : 1;
+        ForPanels<const float> from = {};
         ForPanels<float> y = {};
-        for (size_t p = 0; p < together; ++p) x[p] = panels[i + p].x, y[p] = where(i + p, n);
+        for (int64_t p = 0; p < together; ++p) from[p] = panel(i + p), y[p] = where(i + p, n);
         if (together == TOGETHER)
-          tiles<MAX_VECTORS, TOGETHER>(rows, count, m.columns, x, bias, y, prefetch);
-        else if (panels[i].vectors == MAX_VECTORS)
-          tiles<MAX_VECTORS, 1>(rows, count, m.columns, x, bias, y, prefetch);
+          tiles<MAX_VECTORS, TOGETHER>(rows, count, m.columns, from, bias, y, fetch);
+        else if (panels.vectors_of(i) == MAX_VECTORS)
+          tiles<MAX_VECTORS, 1>(rows, count, m.columns, from, bias, y, fetch);
         else
-          tiles<1, 1>(rows, count, m.columns, x, bias, y, prefetch);
-        for (size_t p = 0; p < together; ++p) done(i + p, n, count, y[p]);
+          tiles<1, 1>(rows, count, m.columns, from, bias, y, fetch);
+        for (int64_t p = 0; p < together; ++p) done(i + p, n, count, y[p]);
       }
     }
   }
 
  private:
-  std::vector<PanelRows> panels;
+  const float* x = nullptr;
   int64_t inputs = 0;
-
+  Panels panels;
   WeightMatrix::Packing packed;  // of the panels for the last product: those of the same x mostly need the same
 
-  // Whether there are `count` panels from the first on, all with MAX_VECTORS vectors.
-  bool are_full(size_t first, size_t count) const {
-    if (first + count > panels.size()) return false;
-    return std::all_of(panels.begin() + first, panels.begin() + first + count,
-                       [](const PanelRows& p) { return p.vectors == MAX_VECTORS; });
-  }
-
-  template <class Format, class Where, class Done>
-  void multiply_quantized(const Format& format, const WeightMatrix& m, Where where, Done done) {
-#if MONOBLOCK_TILES
-    if (can_use_tiles()) return in_tiles(format, m, where, done);
-#endif
-    using namespace integer_panels;
-    if (HAS_BYTE_PRODUCTS && m.limit == LIMIT_8_BITS) return in_integers<ByteElements>(format, m, where, done);
-    in_integers<ShortElements>(format, m, where, done);
-  }
-
-  template <class Elements, class Format, class Where, class Done>
-  void in_integers(const Format& format, const WeightMatrix& m, Where where, Done done) {
-    using namespace integer_panels;
-    thread_local integer_panels::QuantizedRows<Elements> x;  // its memory is kept between products
-    std::vector<PanelVectors> vectors;
-    for (const PanelRows& p : panels)
-      vectors.push_back({vectors.empty() ? 0 : vectors.back().first + vectors.back().count, p.vectors});
-    if (packed != m.packing()) quantize_panels(x, vectors, m);
-    const auto write = [&](int64_t i, int64_t n, const BlockProducts<Format, Elements>& block) {
-      const int64_t width = int64_t(panels[i].vectors) * LANES;
-      const float* from = block.result(i % PASS_PANELS);
-      float* y = where(size_t(i), n);
-      for (int64_t r = 0; r < block.size(); ++r) std::copy_n(from + r * MAX_VECTORS * LANES, width, y + r * width);
-      done(size_t(i), n, block.size(), y);
-    };
-    multiply_rows(format, x, vectors, 0, m.rows, m.bias, write);
-  }
-
-  template <class Elements>
-  void quantize_panels(integer_panels::QuantizedRows<Elements>& x,
-                       const std::vector<integer_panels::PanelVectors>& vectors, const WeightMatrix& m) {
-    const int64_t group = m.columns / m.groups;
-    x.resize(vectors.back().first + vectors.back().count, m.columns, m.groups, m.limit);
-    for (size_t i = 0; i < panels.size(); ++i)
-      for (int v = 0; v < panels[i].vectors; ++v)
-        for (int64_t g = 0; g < m.groups; ++g) {
-          const int64_t step = int64_t(panels[i].vectors) * LANES;
-          x.quantize_group(vectors[i], v, g, panels[i].x + g * group * step + v * LANES, step, inputs - g * group);
-        }
-    packed = m.packing();
-  }
+  const float* panel(int64_t number) const { return x + number * PANEL * inputs; }
 
 #if MONOBLOCK_TILES
   std::vector<float> rounded;
 
   // A panel rounded to the integers of a group times their step.
-  const float* round_panel(const PanelRows& panel, const WeightMatrix& m) {
-    const int64_t width = int64_t(panel.vectors) * LANES, group = m.columns / m.groups;
+  const float* round_panel(int64_t number, const WeightMatrix& m) {
+    const int64_t width = panels.step(number), group = m.columns / m.groups;
     rounded.resize(inputs * width);
     for (int64_t i = 0; i < inputs; i += group)
       for (int64_t lane = 0; lane < width; lane += LANES)
-        integer_panels::round_group(panel.x + i * width + lane, width, std::min(group, inputs - i), m.limit,
+        integer_panels::round_group(panel(number) + i * width + lane, width, std::min(group, inputs - i), m.limit,
                                     rounded.data() + i * width + lane);
     return rounded.data();
   }
 
   template <class Format, class Where, class Done>
-  void in_tiles(const Format& format, const WeightMatrix& m, Where where, Done done) {
+  void multiply_in_tiles(const Format& format, const WeightMatrix& m, Where where, Done done) {
     const split::QuantizedRows<Format> rows{format, m.rows, m.columns, m.columns / m.groups};
-    thread_local TileMemory a_memory, b_memory;  // kept between products
+    thread_local Vectors<CacheLine> a_memory, b_memory;  // kept between products
     const int64_t steps = split::count_steps(m.columns), block = steps * STEP_LINES;
-    CacheLine* b = b_memory.lines(int64_t(panels.size()) * block);
+    CacheLine* b = b_memory.resize(panels.count() * block);
     if (packed != m.packing()) {
-      for (size_t i = 0; i < panels.size(); ++i) {
-        const int64_t width = int64_t(panels[i].vectors) * LANES;
-        const float* x = m.limit == LIMIT_8_BITS ? round_panel(panels[i], m) : panels[i].x;
-        split::pack_block<PARTS, true>(split::DenseColumns{x, width, inputs, width}, 0, 0, steps, b + i * block);
+      for (int64_t i = 0; i < panels.count(); ++i) {
+        const int64_t width = panels.step(i);
+        const float* from = m.limit == LIMIT_8_BITS ? round_panel(i, m) : panel(i);
+        split::pack_block<PARTS, true>(split::DenseColumns{from, width, inputs, width}, 0, 0, steps, b + i * block);
       }
       packed = m.packing();
     }
     const TileScope scope;
-    WeightBlocks blocks(rows, m.bias, steps, a_memory.lines(2 * block));
+    WeightBlocks blocks(rows, m.bias, steps, a_memory.resize(2 * block));
     blocks.start();
     finish_writes();
     for (int64_t n = 0; n < m.rows; n += split::BLOCK) {
-      Fetch fetch = split::next_rows(rows, n + 2 * split::BLOCK, int64_t(panels.size()) * steps);
-      for (size_t i = 0; i < panels.size(); ++i) {
+      Fetch fetch = split::next_rows(rows, n + 2 * split::BLOCK, panels.count() * steps);
+      for (int64_t i = 0; i < panels.count(); ++i) {
         float* y = where(i, n);
-        blocks.multiply(n, b + i * block, panels[i].vectors, i, panels.size(), fetch, y);
+        blocks.multiply(n, b + i * block, panels.vectors_of(i), i, panels.count(), fetch, y);
         done(i, n, std::min(split::BLOCK, m.rows - n), y);
       }
     }

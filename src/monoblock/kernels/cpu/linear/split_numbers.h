@@ -146,7 +146,7 @@ inline void pack_block(const Operand& operand, int64_t row, int64_t first, int64
           square[p][r] = Floats(Operand::is_transposed ? interleave(parts[p]) : parts[p]);
       }
       UNROLL for (int p = 0; p < PARTS; ++p) {
-        if (turn) panels::transpose_square(square[p]);
+        if (turn) transpose_square(square[p]);
         std::memcpy(to + ((step * PARTS + p) * 2 + tile) * TILE, square[p], TILE * sizeof(CacheLine));
       }
     }

@@ -97,7 +97,7 @@ struct Output {
     if (height <= 0 || width <= 0) return;
     float* to = y + (is_transposed ? column * stride + row : row * stride + column);
     if (is_transposed) {
-      panels::transpose_square(sums);
+      transpose_square(sums);
       const Floats added = bias ? load_masked(bias + row, height) : Floats{};
       std::swap(height, width);
       for (int64_t r = 0; r < height; ++r) sums[r] += added;
@@ -136,15 +136,15 @@ template <int PARTS, class A, class B>
 void multiply(const A& a, const B& b, const Output& out) {
   const int64_t steps = count_steps(std::min(a.inputs, b.inputs)), block = steps * PARTS * 2 * TILE, a_blocks = count_blocks(a.rows),
                 b_blocks = count_blocks(b.rows);
-  TileMemory b_memory;
-  CacheLine* b_packed = b_memory.lines(b_blocks * block);
+  Vectors<CacheLine> b_memory;
+  CacheLine* b_packed = b_memory.resize(b_blocks * block);
   at::parallel_for(0, b_blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) pack_block<PARTS, true>(b, n * BLOCK, 0, steps, b_packed + n * block);
   });
   const int64_t together = b_blocks * block * 64 > LARGE_OPERAND ? GROUP_BLOCKS : 1;
   at::parallel_for(0, (a_blocks + together - 1) / together, 1, [&](int64_t begin, int64_t end) {
-    thread_local TileMemory a_memory;
-    CacheLine* a_packed = a_memory.lines(std::max(together * block, PARTS * 4 * TILE));
+    thread_local Vectors<CacheLine> a_memory;
+    CacheLine* a_packed = a_memory.resize(std::max(together * block, PARTS * 4 * TILE));
     const TileScope scope;
     for (int64_t group = begin; group < end; ++group) {
       const int64_t first = group * together, count = std::min(together, a_blocks - first);

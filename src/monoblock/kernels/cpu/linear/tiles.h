@@ -30,12 +30,15 @@ struct alignas(64) CacheLine {
   char bytes[64];
 };
 
-class TileMemory {
+// Memory for vectors or cache lines that is kept until more is needed, and not set to anything.
+template <class Vector>
+class Vectors {
  public:
-  // Not set to anything; kept until more is needed.
-  CacheLine* lines(int64_t count) {
-    if (count > size) memory.reset(new CacheLine[count]), size = count;
-    return memory.get();
+  Vector* at(int64_t index) const { return reinterpret_cast<Vector*>(memory.get()) + index; }
+  Vector* resize(int64_t count) {
+    const int64_t lines = (count * int64_t(sizeof(Vector)) + 63) / 64;
+    if (lines > size) memory.reset(new CacheLine[lines]), size = lines;
+    return at(0);
   }
 
  private:

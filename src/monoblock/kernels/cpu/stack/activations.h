@@ -35,17 +35,17 @@ inline Floats exponential_or_zero(Floats x) { return x < -87.0f ? Floats{} : exp
 // Vectors that loops compute at a time: each is a long chain of operations that wait for each other.
 constexpr int PARALLEL_VECTORS = 4;
 
-// total + the sum of e^(x - top) over `count` vectors, `step` floats apart.
-inline Floats add_exponentials(Floats total, const float* x, int64_t count, int64_t step, Floats top) {
-  Floats sums[2] = {total, {}};
+// The sum of e^(x - top) over `count` vectors.
+inline Floats sum_exponentials(const float* x, int64_t count, Floats top) {
+  Floats sums[2] = {};
   int64_t n = 0;
   for (; n + PARALLEL_VECTORS <= count; n += PARALLEL_VECTORS) {
     Floats powers[PARALLEL_VECTORS];
-    UNROLL for (int p = 0; p < PARALLEL_VECTORS; ++p) powers[p] = load<Floats>(x + (n + p) * step) - top;
+    UNROLL for (int p = 0; p < PARALLEL_VECTORS; ++p) powers[p] = load<Floats>(x + (n + p) * LANES) - top;
     UNROLL for (int p = 0; p < PARALLEL_VECTORS; ++p) powers[p] = exponential(powers[p]);
     UNROLL for (int p = 0; p < PARALLEL_VECTORS; ++p) sums[p % 2] += powers[p];
   }
-  for (; n < count; ++n) sums[n % 2] += exponential(load<Floats>(x + n * step) - top);
+  for (; n < count; ++n) sums[n % 2] += exponential(load<Floats>(x + n * LANES) - top);
   return sums[0] + sums[1];
 }
 

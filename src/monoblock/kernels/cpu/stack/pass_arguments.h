@@ -15,7 +15,7 @@ struct SeenKeys {
   std::vector<pages::Pools> pools;    // one a block that reads them
   const int32_t* tables = nullptr;    // (rows, table_step)
   int64_t table_step = 0;
-  std::vector<int64_t> first, end;    // of each token
+  std::vector<int64_t> end;           // of each token: it sees the keys before this one
 };
 
 struct Pass {
@@ -53,9 +53,7 @@ struct AttentionWork {
 
 constexpr int64_t TOKENS_TOGETHER = 16;  // of one row that attend one after the other while a part is in the cache
 
-inline int64_t first_key(int64_t first, int64_t end, int64_t window) {
-  return window ? std::max(first, end - window) : first;
-}
+inline int64_t first_key(int64_t end, int64_t window) { return window ? std::max<int64_t>(0, end - window) : 0; }
 
 inline AttentionWork share_attention(const Pass& pass, const SeenKeys& seen, int64_t window, int64_t groups,
                                      int64_t threads) {
@@ -65,14 +63,14 @@ inline AttentionWork share_attention(const Pass& pass, const SeenKeys& seen, int
   bool has_parts = false;
   for (int64_t n = 0, size; n < pass.tokens(); n += size) {
     for (size = 1; size < TOKENS_TOGETHER && n + size < pass.tokens() && pass.rows[n + size] == pass.rows[n];) ++size;
-    const int64_t first = first_key(seen.first[n], seen.end[n], window) / PART;
+    const int64_t first = first_key(seen.end[n], window) / PART;
     const int64_t end = (seen.end[n + size - 1] + PART - 1) / PART;
     blocks.push_back({n, size, first, std::max<int64_t>(0, end - first)});
     has_parts = has_parts || end - first > 1;
   }
   work.is_split = has_parts && int64_t(blocks.size()) * groups < 4 * threads;
   const auto add = [&](const AttentionItem& item) {
-    const int64_t first = std::max(first_key(seen.first[item.token], seen.end[item.token], window), item.part * PART);
+    const int64_t first = std::max(first_key(seen.end[item.token], window), item.part * PART);
     const int64_t end = std::min(seen.end[item.token + item.tokens - 1], (item.part + item.parts) * PART);
     work.items.push_back(item);
     work.costs.push_back(work.costs.back() + item.tokens * (std::max<int64_t>(0, end - first) + PART / 16));

@@ -14,11 +14,9 @@
 
 namespace {
 
-constexpr int64_t MANY_DENSE_ROWS = 9;  // for which fp32 weights are multiplied in panels
-
 // The tokens of each row: counts[r] new ones after lengths[r] others.
 void set_tokens(Pass& pass, int64_t rows, int64_t columns, const at::Tensor& lengths, const at::Tensor& counts,
-                const OptionalTensor& positions) {
+                const OptionalTensor& positions, bool causal) {
   check_tensor("lengths", lengths, at::kLong, {rows}), check_tensor("counts", counts, at::kLong, {rows});
   if (positions) check_tensor("positions", *positions, at::kLong, {rows, columns});
   const int64_t *before = lengths.const_data_ptr<int64_t>(), *news = counts.const_data_ptr<int64_t>();
@@ -30,7 +28,7 @@ void set_tokens(Pass& pass, int64_t rows, int64_t columns, const at::Tensor& len
       pass.rows.push_back(r), pass.columns.push_back(t), pass.index.push_back(index);
       pass.positions.push_back(positions ? positions->const_data_ptr<int64_t>()[r * columns + t] : index);
       check_range(Argument("positions", r), pass.positions.back(), 0, MAX_SIZE);
-      pass.own.first.push_back(0), pass.own.end.push_back(index + 1);
+      pass.own.end.push_back(causal ? index + 1 : before[r] + news[r]);
     }
   }
 }
@@ -97,7 +95,7 @@ void set_position_tables(Pass& pass, const Tensors& cos, const Tensors& sin, con
 }
 
 // Scratch that the threads hand to each other, in memory that the calling thread keeps between passes.
-PassScratch allocate_scratch(const Pass& pass, int64_t threads, std::vector<float>& memory) {
+PassScratch allocate_scratch(const Pass& pass, int64_t threads, Vectors<CacheLine>& memory) {
   PassScratch s;
   const NativeStack& stack = pass.stack;
   int64_t longest = 0, parts_memory = 0;
@@ -124,21 +122,22 @@ PassScratch allocate_scratch(const Pass& pass, int64_t threads, std::vector<floa
       {&s.x, stack.width},         {&s.normed, stack.max_inputs}, {&s.other, stack.max_inputs}, {&s.queries, s.query_step},
       {&s.keys, s.key_step},       {&s.values, s.value_step},     {&s.attended, stack.max_heads}, {&s.hidden, stack.max_hidden},
       {&s.gates, stack.max_hidden}, {&s.first, stack.width},      {&s.second, stack.width},       {&s.parts, parts_memory}};
+  const int64_t rows = (pass.tokens() + LANES - 1) / LANES * LANES;  // whole panels
+  const auto lines = [&](int64_t size) { return (rows * size * 4 + 63) / 64; };
   int64_t total = 0;
-  for (const auto& [buffer, size] : buffers) total += pass.tokens() * size + LANES;
-  if (int64_t(memory.size()) < total) memory.resize(total);
-  float* next = memory.data();
-  for (const auto& [buffer, size] : buffers) *buffer = next, next += pass.tokens() * size + LANES;
+  for (const auto& [buffer, size] : buffers) total += lines(size);
+  CacheLine* next = memory.resize(total);
+  for (const auto& [buffer, size] : buffers) *buffer = reinterpret_cast<float*>(next), next += lines(size);
   return s;
 }
 
 at::Tensor run_threads(const Pass& pass, const at::Tensor& x) {
   const at::Tensor input = x.contiguous(), out = at::zeros_like(input);
-  thread_local std::vector<float> memory;
+  thread_local Vectors<CacheLine> memory;
   thread_local SharedRows many_rows;
   const int64_t weights = pass.stack.width * pass.stack.max_hidden * pass.tokens();
   const int threads = at::in_parallel_region() || weights < WEIGHTS_PER_THREAD ? 1 : at::get_num_threads();
-  many_rows.many = pass.is_exact ? 0 : MANY_DENSE_ROWS, many_rows.many_quantized = pass.is_exact ? 0 : MANY_ROWS;
+  many_rows.is_exact = pass.is_exact;
   PassScratch scratch = allocate_scratch(pass, threads, memory);
   SharedRows& shared = many_rows;  // the calling thread's, for all
   std::optional<Barrier> barrier;
@@ -162,17 +161,18 @@ at::Tensor run_threads(const Pass& pass, const at::Tensor& x) {
 // x (R, T, D): the first counts[r] tokens of row r follow lengths[r] others -> (R, T, D), zeros for the rest.  keys,
 // values: pools (pages, heads, PAGE, size) of each block; tables (R, pages a row) say which are those of a row.  Sources
 // likewise, for blocks with cross-attention.  positions (R, T): those of rotary angles, if not the number of tokens before.
+// causal: whether a token attends up to itself, else to all of its row.
 at::Tensor run_stack(const c10::intrusive_ptr<NativeStack>& stack, const at::Tensor& x, const at::Tensor& lengths,
                      const at::Tensor& counts, const at::Tensor& tables, const Tensors& keys, const Tensors& values,
                      const Tensors& source_keys, const Tensors& source_values, const OptionalTensor& source_tables,
                      const OptionalTensor& source_lengths, const OptionalTensor& positions, const Tensors& rotary_cos,
-                     const Tensors& rotary_sin, const Tensors& position_biases, bool exact) {
+                     const Tensors& rotary_sin, const Tensors& position_biases, bool exact, bool causal) {
   stack->check_weights();
   check_dtype("x", x, at::kFloat), check_shape("x", x, {ANY, ANY, stack->width});
   const int64_t rows = x.size(0), columns = x.size(1);
   Pass pass{*stack};
   pass.is_exact = exact;
-  set_tokens(pass, rows, columns, lengths, counts, positions);
+  set_tokens(pass, rows, columns, lengths, counts, positions, causal);
   std::vector<std::array<int64_t, 3>> own, source;
   for (const Layer& l : stack->layers) {
     own.push_back({l.kv_heads, l.key_size(), l.value_size()});
@@ -191,13 +191,13 @@ at::Tensor run_stack(const c10::intrusive_ptr<NativeStack>& stack, const at::Ten
     for (int64_t row : pass.rows) {
       const int64_t length = source_lengths->const_data_ptr<int64_t>()[row];
       check_range(Argument("source_lengths", row), length, 0, MAX_SIZE);
-      pass.source.first.push_back(0), pass.source.end.push_back(length);
+      pass.source.end.push_back(length);
     }
     check_tables("source_tables", pass, pass.source, *source_tables, pages);
     pass.source.tables = source_tables->const_data_ptr<int32_t>(), pass.source.table_step = source_tables->size(1);
     size_t number = 0;
     for (const Layer& l : stack->layers)
-      if (l.cross_heads) check_source(l, source_keys[number], source_values[number], ANY, number), ++number;
+      if (l.cross_heads) check_source(l, source_values[number], number), ++number;
   }
   set_position_tables(pass, rotary_cos, rotary_sin, position_biases);
   return pass.tokens() ? run_threads(pass, x) : at::zeros_like(x);

@@ -20,7 +20,7 @@ struct PassScratch {
   int64_t query_step = 0, key_step = 0, value_step = 0;
   std::map<std::pair<int64_t, int64_t>, AttentionWork> own_work, source_work;  // by window and groups
   std::vector<pages::Attended> sums;  // (tokens, heads, parts)
-  int64_t heads = 0, parts_of_row = 1, value_size = 0;
+  int64_t parts_of_row = 1;
 };
 
 class PassThread : public ThreadProducts {
@@ -224,7 +224,7 @@ class PassThread : public ThreadProducts {
         for (int64_t h = first_head; h < first_head + together; ++h) sum_at(n, h, item.part) = {};
       for (int64_t part = item.part; part < item.part + item.parts; ++part)
         for (int64_t n = item.token; n < item.token + item.tokens; ++n) {
-          const int64_t first = std::max(first_key(seen.first[n], seen.end[n], window), part * pages::PART);
+          const int64_t first = std::max(first_key(seen.end[n], window), part * pages::PART);
           const int64_t end = std::min(seen.end[n], (part + 1) * pages::PART);
           if (first >= end) continue;
           const pages::Keys keys{pools, table(seen, n), g, first, end};
@@ -251,7 +251,7 @@ class PassThread : public ThreadProducts {
       const int64_t n = item / heads, h = item % heads;
       pages::Attended sum;
       float* out = to.attended + n * stack.max_heads + h * V;
-      for (int64_t part = first_key(seen.first[n], seen.end[n], window) / pages::PART; part * pages::PART < seen.end[n]; ++part)
+      for (int64_t part = first_key(seen.end[n], window) / pages::PART; part * pages::PART < seen.end[n]; ++part)
         pages::add_part(sum, out, sum_at(n, h, part), values_at(n, h, part), V);
       finish(n, h, sum, out);
     }
@@ -262,26 +262,41 @@ class PassThread : public ThreadProducts {
   void feedforward(const Layer& layer, const float* input, float* y) {
     const int64_t F = layer.up.rows, stride = stack.max_hidden;
     const auto [begin, end] = share(bands(layer.up));
-    if (layer.gate.format) {
-      prepare(layer.gate, input, stack.max_inputs);
-      multiply_bands(layer.gate, input, stack.max_inputs, begin, end, to.gates, stride);
+    const int64_t low = begin * ROWS, high = std::max(low, std::min(end * ROWS, F));
+    const bool in_panels = has_many_rows(layer.up) && has_many_rows(layer.down) &&
+                           (!layer.gate.format || has_many_rows(layer.gate));
+    const auto multiply_share = [&](const WeightMatrix& m, const WeightMatrix* before, float* out) {
+      prepare(m, input, stack.max_inputs, before);
+      if (in_panels) return multiply_to_panels(m, low, high, out);
+      multiply_bands(m, input, stack.max_inputs, begin, end, out, stride);
+    };
+    if (layer.gate.format) multiply_share(layer.gate, nullptr, to.gates);
+    multiply_share(layer.up, layer.gate.format ? &layer.gate : nullptr, to.hidden);
+    if (in_panels) {
+      for (int64_t p = 0; p < rows_in_panels.count(); ++p)
+        activate_part(layer, p * PANEL * F + low * rows_in_panels.step(p), (high - low) * rows_in_panels.step(p));
+      prepare_panels(layer.down, to.hidden, F);
+      const auto [first, last] = share(bands(layer.down));
+      multiply_bands(layer.down, nullptr, 0, first, last, y, stack.width);
+    } else {
+      for (int64_t n = 0; n < batch; ++n) activate_part(layer, n * stride + low, high - low);
+      for (int64_t n = number; n < batch; n += count) zero_padding(layer.down, to.hidden + n * stride, F);
+      barrier.wait();
+      multiply({{&layer.down, y, stack.width}}, to.hidden, stride);
     }
-    prepare(layer.up, input, stack.max_inputs, layer.gate.format ? &layer.gate : nullptr);
-    multiply_bands(layer.up, input, stack.max_inputs, begin, end, to.hidden, stride);
-    const int64_t low = begin * ROWS, size = std::min(end * ROWS, F) - low;
-    for (int64_t n = 0; n < batch && size > 0; ++n)
-      transform(to.hidden + n * stride + low, size, [&](Floats v, int64_t i, int live) {
-        if (!layer.gate.format) return activate(v, layer.activation);
-        Floats gate = load_lanes(to.gates + n * stride + low + i, live);
-        if (!layer.clamp) return activate(gate, layer.activation) * v;
-        const Floats limit = all(layer.clamp);
-        v = v > limit ? limit : v < -limit ? -limit : v;
-        return activate(gate > limit ? limit : gate, layer.activation) * (v + 1.0f);
-      });
-    for (int64_t n = number; n < batch; n += count) zero_padding(layer.down, to.hidden + n * stride, F);
     barrier.wait();
-    multiply({{&layer.down, y, stack.width}}, to.hidden, stride);
-    barrier.wait();
+  }
+
+  // The activation of `size` hidden numbers, times their gates.
+  void activate_part(const Layer& layer, int64_t first, int64_t size) const {
+    transform(to.hidden + first, size, [&](Floats v, int64_t i, int live) {
+      if (!layer.gate.format) return activate(v, layer.activation);
+      Floats gate = load_lanes(to.gates + first + i, live);
+      if (!layer.clamp) return activate(gate, layer.activation) * v;
+      const Floats limit = all(layer.clamp);
+      v = v > limit ? limit : v < -limit ? -limit : v;
+      return activate(gate > limit ? limit : gate, layer.activation) * (v + 1.0f);
+    });
   }
 };
 

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "attention/attention.h"
 #include "fields.h"
 #include "linear/integer_panels.h"
+#include "stack/norm.h"
 
 namespace {
 
@@ -26,6 +26,17 @@ struct WeightMatrix {
   int limit = LIMIT_16_BITS;                  // of the integers to which x is rounded, if the weight is quantized
 
   bool is_quantized() const { return format == INT8 || format == INT4; }
+
+  // The rows from low to high.
+  WeightMatrix between(int64_t low, int64_t high) const {
+    WeightMatrix part = *this;
+    const int64_t bytes = format == DENSE ? 4 * columns : format == INT8 ? columns : columns / 2;
+    part.weight = static_cast<const char*>(weight) + low * bytes, part.rows = high - low;
+    if (bias) part.bias += low;
+    if (scale) part.scale += low * groups;
+    if (least) part.least += low * groups;
+    return part;
+  }
 
   // How x is rounded for a product: products of the same x that agree in this share the integers.
   struct Packing {
@@ -75,23 +86,13 @@ struct Layer {
 
 constexpr int64_t MAX_HEADS = 1 << 20;
 
-// Keys and values (sources, heads, columns, size) that a block's cross-attention reads.
-inline void check_source(const Layer& l, const at::Tensor& keys, const at::Tensor& values, int64_t sources,
-                         size_t number) {
-  check_heads(Argument("source_keys", number), keys,
-              {sources, l.cross_kv_heads, ANY, l.cross_query.rows / l.cross_heads});
-  check_heads(Argument("source_values", number), values, {keys.size(0), l.cross_kv_heads, keys.size(2), ANY});
+// Whether values of sources fit the matrix of cross-attention that reads them.
+inline void check_source(const Layer& l, const at::Tensor& values, size_t number) {
   const int64_t inputs = values.size(3) * l.cross_heads, group = l.cross_output.columns / l.cross_output.groups;
   const int64_t padding = l.cross_output.columns - inputs;  // to whole groups, where the matrix is quantized
   TORCH_CHECK(padding == 0 || (padding > 0 && padding < group && l.cross_output.format != WeightMatrix::DENSE),
               Argument("source_values", number), " has heads of ", values.size(3), ", ", inputs,
               " numbers in all; cross.output reads ", l.cross_output.columns);
-}
-
-// Which columns of the sources are not padding, (sources or 1, columns).
-inline void check_source_mask(const at::Tensor& mask, int64_t sources, int64_t columns) {
-  check_tensor("source_mask", mask, at::kBool,
-               {mask.defined() && mask.dim() && mask.size(0) == 1 ? 1 : sources, columns});
 }
 
 class LayerReader {
@@ -253,27 +254,6 @@ class NativeStack : public torch::CustomClassHolder {
   }
 
   void check_weights() const { pinned.check("NativeStack"); }
-
-  // Whether all products of many rows, as those of a prompt, are computed in panels.
-  bool supports_prompts() const {
-    for (const Layer& l : layers)
-      for (const WeightMatrix* m :
-           {&l.query, &l.key, &l.value, &l.output, &l.cross_query, &l.cross_output, &l.gate, &l.up, &l.down})
-        if (m->format && !(m->is_quantized() && can_multiply_in_panels(m->columns / m->groups))) return false;
-    return true;
-  }
-
-  // Whether `batched_step.h` does all that this stack does.
-  bool supports_batches() const {
-    for (const Layer& l : layers) {
-      if (l.residual != SEQUENTIAL || l.window || l.rotary_table >= 0 || l.bias_table >= 0) return false;
-      if (l.qk_norm || l.softcap || l.clip || l.clamp || l.sinks) return false;
-      for (const WeightMatrix* m :
-           {&l.query, &l.key, &l.value, &l.output, &l.cross_query, &l.cross_output, &l.gate, &l.up, &l.down})
-        if (m->is_quantized() && !can_multiply_many_rows(m->columns / m->groups)) return false;
-    }
-    return true;
-  }
 
  private:
   PinnedTensors pinned;

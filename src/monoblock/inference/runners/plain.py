@@ -1,0 +1,342 @@
+"""Run rows of tokens through the modules of a model, with keys and values in pages.
+
+A `Runner` is what the engine asks for logits; cpu.py and cuda.py have faster ones.  `UncachedRunner` runs whole
+sequences at every step and stores nothing; it is the reference for all others.  `Ensemble` averages several models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from monoblock.inference.evaluation_mode import evaluation_mode
+from monoblock.inference.pages import PageCopies, Pages
+from monoblock.inference.prompt import pad_right
+from monoblock.inference.request import PLAIN, Request, Row, Variant
+from monoblock.kernels.cpu import onednn
+from monoblock.nn.attention import Attention
+from monoblock.nn.kv_cache.paged import PagedCache, PagedRows
+from monoblock.nn.tap import Tap
+from monoblock.nn.transformer import Transformer
+
+MAX_EXACT_TOKENS = 512  # in one pass of an exact model
+
+
+class RowPass(NamedTuple):
+    """Tokens to run after the first `start` tokens of a row; logits are wanted after the last `num_logits` of them."""
+
+    row: Row
+    tokens: Sequence[int]
+    start: int
+    num_logits: int
+
+
+class RunResult(NamedTuple):
+    logits: Tensor  # (sum of num_logits, V), in the order of the passes
+    captured: dict[Row, dict[str, Tensor]]
+
+
+class Runner(Protocol):
+    """Computes logits; the engine reserves pages before it calls, and counts the new tokens afterwards."""
+
+    def inference(self) -> AbstractContextManager[object]:
+        """Return the context manager for everything that a runner does: no gradients, evaluation mode."""
+        ...
+
+    def encode(self, requests: Sequence[Request]) -> None:
+        """Encode the sources of requests, and write their keys and values to pages."""
+        ...
+
+    def copy_pages(self, copies: PageCopies) -> None: ...
+
+    def run(self, passes: Sequence[RowPass]) -> RunResult:
+        """Run tokens of rows; nothing that is stored before them changes, so a pass may be repeated."""
+        ...
+
+
+class RowTap:
+    """A tap for the pass of a single row: it applies the edits of a request and keeps activations by name."""
+
+    def __init__(self, variant: Variant, start: int) -> None:
+        self.variant, self.start = variant, start
+        self.captured: dict[str, Tensor] = {}
+
+    def wants(self, name: str) -> bool:
+        return self.changes(name) or self._is_captured(name)
+
+    def changes(self, name: str) -> bool:
+        return any(edit.matches(name) for edit in self.variant.edits)
+
+    def _is_captured(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.variant.capture)
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        for edit in self.variant.edits:
+            if edit.matches(name):
+                tensor = edit.apply(name, tensor, self.start)
+        if self._is_captured(name):
+            self.captured[name] = tensor[0].clone()
+        return tensor
+
+
+class ModelRunner:
+    """Runs a model with pages.
+
+    plain: the model whose modules edited rows run, if `model` is a fast copy of it.
+    adapters: by name, models that share the weights of `model` but for an adapter.
+    tap: a tap for all passes, see nn/tap.py.
+    exact: whether `model` is exact (see exact.py), so that sources are encoded alone.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        pages: Pages,
+        sources: Pages,
+        *,
+        plain: Transformer | None = None,
+        adapters: Mapping[str, Transformer] | None = None,
+        tap: Tap | None = None,
+        exact: bool = False,
+    ) -> None:
+        self.model, self.plain, self.adapters, self.tap = model, plain or model, dict(adapters or {}), tap
+        self.pages, self.sources, self.device, self.exact = pages, sources, model.device, exact
+        has_kernels = getattr(model.decoder, "cpu_stack", None) is not None
+        self.cache = PagedCache(model.decoder.config, self.device, has_kernels=has_kernels)
+        self.unencoded: set[int] = set()  # numbers of sources that the next pass of the modules encodes
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        # Modules of users may do what inference mode forbids, such as FSDP's in-place all-gather.
+        is_fast = self.plain is not self.model
+        with torch.inference_mode(is_fast), torch.no_grad(), onednn.disabled_where_slow(), ExitStack() as modes:
+            for model in () if is_fast else (self.model, *self.adapters.values()):
+                modes.enter_context(evaluation_mode(model))
+            yield
+
+    def model_of(self, variant: Variant) -> Transformer:
+        if variant.adapter is not None:
+            return self.adapters[variant.adapter]
+        return self.plain if variant.is_apart else self.model
+
+    # -- sources --------------------------------------------------------------------------------------------------
+
+    def encode(self, requests: Sequence[Request]) -> None:
+        """Encode sources, or let the next pass do it: modules such as sharded ones work in `forward` only."""
+        self.make_room()
+        key = id if self.exact else lambda request: _variant_key(request, request.variant)
+        for group in _group(requests, key):
+            model = self.model_of(group[0].variant)
+            if model is self.plain or group[0].variant.adapter is not None:
+                self.unencoded |= {request.source_place for request in group}
+            else:
+                self._encode(group, model)
+
+    def _encode(self, requests: Sequence[Request], model: Transformer) -> None:
+        sources = [request.prompt.source or () for request in requests]
+        memory = model.encode(*pad_right(sources, self.device))
+        tables = self._tables(self.sources, [request.source_place for request in requests])
+        lengths = torch.tensor([len(source) for source in sources], device=self.device)
+        for layer, block in enumerate(model.decoder.blocks):
+            if isinstance(block.cross, Attention):
+                self.cache.write_source(layer, block.cross.project_source(memory), tables, lengths)
+
+    # -- tokens ---------------------------------------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """Grow the pools if pages are in use for which they have no room."""
+        self.cache.grow(self.pages.used, self.sources.used)
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        self.make_room()
+        self.cache.copy_pages(*copies)
+
+    def run(self, passes: Sequence[RowPass]) -> RunResult:
+        self.make_room()
+        if self.exact and self.cache.has_kernels:
+            return RunResult(self._run_pieces(passes), {})
+        return self._run_groups(passes)
+
+    def _run_pieces(self, passes: Sequence[RowPass]) -> Tensor:
+        """Run at most MAX_EXACT_TOKENS tokens at a time, which an operator takes; return the logits that are wanted."""
+        rounds: list[list[tuple[int, RowPass]]] = [[]]
+        left = MAX_EXACT_TOKENS
+        for index, one in enumerate(passes):
+            for piece in _cut(one, MAX_EXACT_TOKENS):
+                if len(piece.tokens) > left:
+                    rounds.append([])
+                    left = MAX_EXACT_TOKENS
+                rounds[-1].append((index, piece))
+                left -= len(piece.tokens)
+        logits: list[list[Tensor]] = [[] for _ in passes]
+        for together in rounds:
+            result = self._run_groups([piece for _, piece in together]).logits
+            sizes = [piece.num_logits for _, piece in together]
+            for (index, _), part in zip(together, result.split(sizes), strict=True):
+                logits[index].append(part)
+        return torch.cat([part for parts in logits for part in parts])
+
+    def _run_groups(self, passes: Sequence[RowPass]) -> RunResult:
+        captured: dict[Row, dict[str, Tensor]] = {}
+        groups = [list(range(len(passes)))]
+        if self.unencoded or any(len(one.tokens) > 1 or one.row.request.variant is not PLAIN for one in passes):
+            keys = [(self._is_unencoded(one), _pass_key(one)) for one in passes]
+            groups = _group(range(len(passes)), keys.__getitem__)
+        parts = [self._run_group([passes[index] for index in group], captured) for group in groups]
+        return RunResult(_in_order(passes, groups, parts), captured)
+
+    def _run_group(self, passes: Sequence[RowPass], captured: dict[Row, dict[str, Tensor]]) -> Tensor:
+        """Run passes of about the same length in one pass of the model; return the logits that are wanted."""
+        variant, tap = passes[0].row.request.variant, self.tap
+        if variant.is_apart:
+            tap = RowTap(variant, passes[0].start)
+        logits = self.run_model(self.model_of(variant), passes, tap)
+        if isinstance(tap, RowTap) and variant.capture:
+            captured[passes[0].row] = tap.captured
+        return logits
+
+    def _is_unencoded(self, one: RowPass) -> bool:
+        return one.row.request.source_number in self.unencoded
+
+    def run_model(self, model: Transformer, passes: Sequence[RowPass], tap: Tap | None) -> Tensor:
+        encodes = any(map(self._is_unencoded, passes))
+        rows = self.make_rows(passes, encodes=encodes)
+        tokens, mask = pad_right([one.tokens for one in passes], self.device)
+        at, wanted = _logits_at(passes, self.device)
+        options: dict[str, Any] = {"cache": rows, "logits_at": at, "tap": tap}
+        if rows.source_tables is None:
+            logits = model(tokens, mask, **options)
+        elif encodes:
+            source, source_mask = pad_right([one.row.request.prompt.source or () for one in passes], self.device)
+            logits = model(source, tokens, source_mask, mask, **options)
+            self.unencoded -= {one.row.request.source_place for one in passes}
+        else:
+            logits = model(None, tokens, target_mask=mask, **options)
+        return logits[:, -1] if wanted is None else logits[wanted]
+
+    def make_rows(self, passes: Sequence[RowPass], *, encodes: bool = False) -> PagedRows:
+        """Return the cache for a pass over these rows; `encodes` says whether the pass encodes their sources."""
+        starts, counts = [one.start for one in passes], [len(one.tokens) for one in passes]
+        tables = self._tables(self.pages, [one.row.place for one in passes])
+        if self.model.encoder is None:
+            return PagedRows(self.cache, tables, starts, counts)
+        requests = [one.row.request for one in passes]
+        sources = self._tables(self.sources, [request.source_place for request in requests])
+        lengths = [len(request.prompt.source or ()) for request in requests]
+        return PagedRows(self.cache, tables, starts, counts, sources, lengths, encodes=encodes)
+
+    def _tables(self, pages: Pages, numbers: Sequence[int]) -> Tensor:
+        width = int(pages.num_pages[numbers].max())
+        return torch.from_numpy(pages.tables[numbers, :width]).to(self.device)
+
+
+class UncachedRunner(ModelRunner):
+    """Runs all tokens of every row again at every step."""
+
+    def encode(self, requests: Sequence[Request]) -> None:
+        """Do nothing: sources are encoded in every pass."""
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        """Do nothing: there are no pages."""
+
+    def run_model(self, model: Transformer, passes: Sequence[RowPass], tap: Tap | None) -> Tensor:
+        whole = [one._replace(tokens=[*one.row.tokens[: one.start], *one.tokens], start=0) for one in passes]
+        tokens, mask = pad_right([one.tokens for one in whole], self.device)
+        at, wanted = _logits_at(whole, self.device)
+        if model.encoder is None:
+            logits = model(tokens, mask, logits_at=at, tap=tap)
+        else:
+            source, source_mask = pad_right([one.row.request.prompt.source or () for one in passes], self.device)
+            logits = model(source, tokens, source_mask, mask, logits_at=at, tap=tap)
+        return logits[:, -1] if wanted is None else logits[wanted]
+
+
+class Ensemble:
+    """Several models with the same rows, whose log-probabilities are averaged."""
+
+    def __init__(self, members: Sequence[Runner]) -> None:
+        self.members = tuple(members)
+
+    def inference(self) -> AbstractContextManager[object]:
+        stack = ExitStack()
+        for member in self.members:
+            stack.enter_context(member.inference())
+        return stack
+
+    def encode(self, requests: Sequence[Request]) -> None:
+        for member in self.members:
+            member.encode(requests)
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        for member in self.members:
+            member.copy_pages(copies)
+
+    def run(self, passes: Sequence[RowPass]) -> RunResult:
+        return RunResult(mean_log_probs([member.run(passes).logits for member in self.members]), {})
+
+
+def mean_log_probs(logits: Sequence[Tensor]) -> Tensor:
+    """Return the mean of the log-probabilities of several models, normalized; shape and vocabulary must be the same.
+
+    Normalized, it is the geometric mean of the probabilities.
+    """
+    return torch.stack([one.float().log_softmax(-1) for one in logits]).mean(0).log_softmax(-1)
+
+
+# -- groups of rows -------------------------------------------------------------------------------------------------
+
+
+def _cut(one: RowPass, size: int) -> Iterator[RowPass]:
+    """Yield the parts of a pass with at most `size` tokens, and the wanted logits of each."""
+    count = len(one.tokens)
+    for first in range(0, count, size):
+        last = min(first + size, count)
+        num_logits = max(0, last - max(first, count - one.num_logits))
+        yield RowPass(one.row, one.tokens[first:last], one.start + first, num_logits)
+
+
+def _group(items: Sequence[Any], key: Any) -> list[list[Any]]:
+    """Return the items as lists of equal key, in the order of their first ones."""
+    groups: dict[object, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def _variant_key(owner: Request | Row, variant: Variant) -> object:
+    return id(owner) if variant.is_apart else variant.adapter
+
+
+def _pass_key(one: RowPass) -> object:
+    """Rows share a pass of the model if they run about equally many tokens, so that there is little padding."""
+    count = len(one.tokens)
+    size = 0 if count == 1 else 8 if count <= 8 and one.start else count.bit_length() + 8
+    return _variant_key(one.row, one.row.request.variant), one.start == 0, size
+
+
+def _logits_at(passes: Sequence[RowPass], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Return which logits (B, n) to compute, and which of these are wanted; None for the last one of every row."""
+    counts, most = [len(one.tokens) for one in passes], max(1, *(one.num_logits for one in passes), 1)
+    from_end = torch.arange(most, 0, -1, device=device)
+    wanted = None
+    if any(one.num_logits != 1 for one in passes):
+        wanted = from_end <= torch.tensor([one.num_logits for one in passes], device=device)[:, None]
+    if max(counts) == 1:
+        return None, wanted
+    return (torch.tensor(counts, device=device)[:, None] - from_end).clamp(min=0), wanted
+
+
+def _in_order(passes: Sequence[RowPass], groups: Sequence[Sequence[int]], parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate the logits of groups of passes, in the order of the passes."""
+    if len(groups) == 1:
+        return parts[0]
+    pieces: dict[int, Tensor] = {}
+    for group, part in zip(groups, parts, strict=True):
+        sizes = [passes[index].num_logits for index in group]
+        pieces |= zip(group, part.split(sizes), strict=True)
+    return torch.cat([pieces[index] for index in range(len(passes))])
