@@ -30,7 +30,7 @@ from monoblock.config.model import (
 )
 from monoblock.config.presets import PRESETS, preset, tiny
 from monoblock.errors import ConfigError
-from monoblock.nn import flex
+from monoblock.nn import attention, flex
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.banded import attend_banded, tile_plan
 from monoblock.nn.feedforward import ACTIVATIONS
@@ -498,10 +498,10 @@ def test_banded_attention_saves_neither_weights_nor_a_matrix(config, minimal_ker
     """What FlexAttention does not support; the mask of the tiles is kept beside what autograd saves."""
     costs = account(config).training_bytes(1, LONG, dtype="fp32")
     assert costs.attention_matrices == 0
-    (attention,) = {block.attention for block in config.decoder.layers()}
+    (sparse,) = {block.attention for block in config.decoder.layers()}
     model, ids = Transformer(config).train(), random_tokens(1, LONG)
     saved, out = saved_bytes(lambda: model(ids), model)
-    assert costs.activations == saved + 8 * out.numel() + count_tiles(attention, LONG).query_key_pairs + LONG
+    assert costs.activations == saved + 8 * out.numel() + count_tiles(sparse, LONG).query_key_pairs + LONG
 
 
 SPARSE = {
@@ -520,10 +520,10 @@ SPARSE = {
 @pytest.mark.parametrize("length", [500, 640, 4096, 5001])
 @pytest.mark.parametrize("options", SPARSE.values(), ids=list(SPARSE))
 def test_the_tiles_that_are_counted_are_those_that_are_computed(options, length):
-    attention, tokens = AttentionConfig(heads=1, **options), arange_positions(length)
-    mask, q = mask_from_config(attention).resolve(tokens, tokens), torch.zeros(1)
+    config, tokens = AttentionConfig(heads=1, **options), arange_positions(length)
+    mask, q = mask_from_config(config).resolve(tokens, tokens), torch.zeros(1)
     is_used = attention.BANDED.supports(q, q, q, AttentionContext(mask), attention.PLAIN)
-    plan, counted = tile_plan.plan_tiles(mask) if is_used else None, count_tiles(attention, length)
+    plan, counted = tile_plan.plan_tiles(mask) if is_used else None, count_tiles(config, length)
     if plan is None:
         assert counted is None or mask.kind != "dense"
         return

@@ -58,6 +58,7 @@ from monoblock.config.model import (
     FeedForwardConfig,
     FramesConfig,
     HeadConfig,
+    Learned,
     ModelConfig,
     PatchConfig,
     RecurrentConfig,
@@ -169,15 +170,21 @@ def _largest(activations: Iterable[SavedActivations]) -> SavedActivations:
 
 
 def input_activations(config: ModelConfig, shape: BatchShape) -> SavedActivations:
-    """Count the activations that the inputs save: projections, convolutions, norms and dropout."""
+    """Count the activations that the inputs save: projections, convolutions, norms and dropout.
+
+    Learned positions of patches and frames are looked up in every pass, which saves their indices.
+    """
     saved = []
     for _, input_config, length in iterate_inputs(config, shape):
         rows, size = shape.batch * length, config.width
+        index_bytes = 8 if isinstance(input_config.positions, Learned) else 0
         if isinstance(input_config, PatchConfig):
             patches = shape.batch * (length - input_config.num_prefix_tokens)
-            saved.append(SavedActivations(patches * patch_linear(input_config, size).inputs))
+            pixels = patches * patch_linear(input_config, size).inputs
+            saved.append(SavedActivations(pixels, raw_bytes=index_bytes * input_config.num_positions))
         elif isinstance(input_config, FramesConfig):  # two frames a position: both convolutions and both activations
-            saved.append(SavedActivations(rows * (2 * input_config.channels + 2 * size + 2 * size + size)))
+            frames = rows * (2 * input_config.channels + 2 * size + 2 * size + size)
+            saved.append(SavedActivations(frames, raw_bytes=index_bytes * length))
         elif projection := projection_linear(input_config, size):
             saved.append(SavedActivations(rows * projection.inputs))
             size = projection.inputs if input_config.projection == "last" else size
