@@ -101,7 +101,7 @@ class Scheduler:
         passes, left = [], MAX_STEP_TOKENS
         for request in sorted(self.running, key=lambda request: not request.is_started):
             rows = request.running_rows if request.is_started else request.rows[:1]
-            starts = self.pages.lengths[[row.number for row in rows]].tolist()
+            starts = self.pages.lengths[[row.place for row in rows]].tolist()
             pending = [len(row.tokens) - start for row, start in zip(rows, starts, strict=True)]
             # The beams of a search advance together, so none runs its newest token before the others have caught up.
             holds = request.is_beam_search and request.is_started and max(pending) > 1
