@@ -32,6 +32,7 @@ FLOORS = [
 ]
 STANDARD_LIBRARY_ONLY = {"errors", "untrusted_files", "config"}
 WITHOUT_TORCH = {"errors", "untrusted_files", "config", "accounting"}
+TENSORS_ONLY = {"kernels"}  # they import nothing else of the package
 STRANGERS = {"training", "inference", "interop", "inspection"}  # none of them imports another
 PRINTS = {"cli", "__main__"}
 
@@ -112,6 +113,8 @@ def objection(module: str, imported: Import) -> str | None:
         return None
     if target not in FLOOR:
         return f"{imported.target} is not in the table; import a name from the module that defines it"
+    if name in TENSORS_ONLY:
+        return f"{name} know tensors only, not {target}; pass what they need as an argument"
     if name in STRANGERS and target in STRANGERS:
         return f"{name} and {target} must not know each other"
     if (FLOOR[target], COLUMN[target]) > (FLOOR[name], COLUMN[name]):
@@ -199,6 +202,16 @@ def test_nothing_but_their_own_folder_and_its_users_knows_the_baselines(folder):
     assert not found, f"{found}: what a baseline needs belongs to baselines/"
 
 
+HIDDEN_STATE = re.compile(r"threading\.local|Weak(Key|Value)Dictionary|__class__ = ")
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_no_state_is_hidden(file):
+    """What a function depends on is an argument; a module is replaced by another, not turned into it."""
+    hidden = HIDDEN_STATE.search((PACKAGE / file).read_text())
+    assert hidden is None, f"{file}: {hidden[0]}"
+
+
 # The reader of imports is code as well, and one that sees nothing would let everything pass.
 
 
@@ -218,6 +231,8 @@ def test_nothing_but_their_own_folder_and_its_users_knows_the_baselines(folder):
         ("nn.transformer", "def forward():\n    from monoblock.inference import engine"),
         ("nn.transformer", "def generate():\n    from monoblock.interop import folder"),
         ("nn.block", "def generate():\n    from monoblock.inference import engine"),
+        ("kernels.gpu", "from monoblock.config.model import AttentionConfig"),
+        ("kernels.cpu.library", "from monoblock.errors import KernelError"),
         ("training.trainer", "from monoblock.inference import beam"),
         ("inspection.trace", "from monoblock.training import trainer"),
         ("recipes.parse", "from monoblock.tasks import table"),

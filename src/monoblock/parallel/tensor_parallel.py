@@ -13,8 +13,7 @@ parallel/sequence_parallel.py). A weight that is split is a DTensor; a process c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +28,7 @@ from monoblock.nn.attention import Attention
 from monoblock.nn.block import Block
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.experts import Experts
-from monoblock.nn.feedforward import FeedForward
+from monoblock.nn.linear import Linear
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.collectives import enter, leave
@@ -60,10 +59,10 @@ def split_model(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -
             splitter.split_stack(stack)
     for embedding in (model.input, model.target):
         if isinstance(embedding, Embedding) and embedding.token is not None:
-            split_table(embedding.token, mesh)
+            embedding.token = split_table(embedding.token, mesh)
     head = model.head
     if head is not None and head.output is not None and head.config.kind in ("language_model", "masked_lm"):
-        split_table(head.output, mesh)
+        head.output = split_table(head.output, mesh)
         whole = {"bias": lambda bias: replicate(bias, mesh) if head.training else bias}
         use_views(head, whole | {"fixed_bias": whole["bias"]})
     return list(dict.fromkeys(splitter.notes))
@@ -83,7 +82,7 @@ class _Splitter:
             if block.cross is not None:
                 self.split_attention(block.cross)
             if block.feedforward is not None:
-                self.split_feedforward(block.feedforward)
+                self.split_feedforward(block)
             self.divide_block(block)
         if self.positions is not None:
             self.positions.divide_stack(stack)
@@ -147,7 +146,7 @@ class _Splitter:
         for layer, heads in ((attention.query, config.heads), (attention.key, config.num_kv_heads)):
             self.split_rows(layer, heads)
         self.split_rows(attention.value, config.num_kv_heads)
-        self.split_columns(attention.output)
+        attention.output = self.split_columns(attention.output)
         if attention.sinks is not None:
             attention.sinks = split_parameter(attention.sinks, self.mesh, 0)
             use_views(attention, {"sinks": to_local})
@@ -176,11 +175,10 @@ class _Splitter:
 
         use_views(layer, dict.fromkeys(layer._parameters, select))
 
-    def split_columns(self, layer: nn.Linear) -> None:
-        """Split the columns of the weight of a layer, whose outputs are then summed."""
+    def split_columns(self, layer: Linear) -> Linear:
+        """Split the columns of the weight of a layer; return a layer that sums the outputs of all processes."""
         layer.weight = split_parameter(layer.weight, self.mesh, 1)
-        row_layer: Any = layer
-        row_layer.group, row_layer.positions, row_layer.__class__ = self.group, self.positions, _SummedLinear
+        return _SummedLinear(layer, self.group, self.positions)
 
     def enter_layer(self, layer: nn.Module) -> None:
         layer.register_forward_pre_hook(self._enter_inputs, with_kwargs=True)
@@ -196,20 +194,21 @@ class _Splitter:
 
     # -- feed-forward -----------------------------------------------------------------------------------------------
 
-    def split_feedforward(self, module: FeedForward | Experts) -> None:
+    def split_feedforward(self, block: Block) -> None:
+        module: Any = block.feedforward
         hidden = module.config.hidden
         if hidden % self.size:
             self.notes.append(f"a feed-forward network with {hidden} units is not split among {self.size} processes")
         elif isinstance(module, Experts):
-            self.split_experts(module)
+            block.feedforward = self.split_experts(module)
         else:
             for layer in (module.up, module.gate):
                 if layer is not None:
                     self.split_rows(layer, hidden)
-            self.split_columns(module.down)
+            module.down = self.split_columns(module.down)
             self.enter_layer(module)
 
-    def split_experts(self, module: Experts) -> None:
+    def split_experts(self, module: Experts) -> Experts:
         views: dict[str, View] = {}
         for name, dim in (("up", 1), ("gate", 1), ("up_bias", 1), ("gate_bias", 1), ("down", 2)):
             weight = module._parameters.get(name)
@@ -218,16 +217,17 @@ class _Splitter:
                 views[name] = to_local
         if module.down_bias is not None:  # added by one process only
             views["down_bias"] = lambda bias: self.enter(bias) * (self.rank == 0)
-        experts: Any = module
-        experts.group, experts.__class__ = self.group, _SummedExperts
-        use_views(module, views)
+        experts = _SummedExperts(module, self.group)
+        use_views(experts, views)
+        return experts
 
 
-class _SummedLinear(nn.Linear):
+class _SummedLinear(Linear):
     """A linear layer of which each process has some input features; the outputs are summed."""
 
-    group: Any
-    positions: DividedPositions | None
+    def __init__(self, layer: Linear, group: Any, positions: DividedPositions | None) -> None:
+        self.__dict__.update(layer.__dict__)
+        self.group, self.positions = group, positions
 
     def forward(self, x: Tensor) -> Tensor:
         part = F.linear(x, to_local(self.weight))
@@ -241,7 +241,9 @@ class _SummedLinear(nn.Linear):
 class _SummedExperts(Experts):
     """Experts of which each process has some hidden units; the outputs are summed."""
 
-    group: Any
+    def __init__(self, experts: Experts, group: Any) -> None:
+        self.__dict__.update(experts.__dict__)
+        self.group = group
 
     def _run_selected(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         x, weights = enter(x, self.group), enter(weights, self.group)
@@ -254,25 +256,18 @@ class _SummedExperts(Experts):
 
 def use_views(module: nn.Module, views: Mapping[str, View]) -> None:
     """Let a module compute with views of its tensors; its state_dict still has the tensors."""
-    kind: Any = type(module)
+    stored: list[tuple[dict[str, Any], str, Tensor]] = []
 
-    class WithViews(kind):
-        def forward(self, *args: Any, **options: Any) -> Any:
-            with _replaced(self, views):
-                return super().forward(*args, **options)
-
-    WithViews.__name__ = WithViews.__qualname__ = kind.__name__
-    module.__class__ = WithViews
-
-
-@contextmanager
-def _replaced(module: nn.Module, views: Mapping[str, View]) -> Iterator[None]:
-    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-    stored = [(table, name, table[name]) for table in tables for name in views if table.get(name) is not None]
-    try:
+    def replace_tensors(module: nn.Module, inputs: Any) -> None:
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        stored.extend((table, name, table[name]) for table in tables for name in views if table.get(name) is not None)
         for table, name, tensor in stored:
             table[name] = views[name](tensor)
-        yield
-    finally:
+
+    def restore_tensors(module: nn.Module, inputs: Any, output: Any) -> None:
         for table, name, tensor in stored:
             table[name] = tensor
+        stored.clear()
+
+    module.register_forward_pre_hook(replace_tensors)
+    module.register_forward_hook(restore_tensors, always_call=True)

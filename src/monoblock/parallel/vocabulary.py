@@ -35,8 +35,11 @@ class VocabularyPart(nn.Module):
     """A table (V, D) of which this process stores some rows; it is an embedding, an output matrix, or both."""
 
     weight: nn.Parameter
-    mesh: DeviceMesh
-    vocab: int
+
+    def __init__(self, table: nn.Embedding | nn.Linear, mesh: DeviceMesh) -> None:
+        self.__dict__.update(table.__dict__)
+        self.vocab, self.mesh = table.weight.shape[0], mesh
+        self.weight = split_parameter(table.weight, mesh, 0)
 
     @property
     def first(self) -> int:
@@ -69,12 +72,9 @@ class OutputPart(VocabularyPart, nn.Linear):  # type: ignore[misc]
         return self.linear(x)
 
 
-def split_table(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the rows of an nn.Embedding or nn.Linear without bias in place."""
-    table: Any = module
-    table.vocab, table.mesh = table.weight.shape[0], mesh
-    table.weight = split_parameter(table.weight, mesh, 0)
-    table.__class__ = EmbeddingPart if isinstance(module, nn.Embedding) else OutputPart
+def split_table(table: nn.Embedding | nn.Linear, mesh: DeviceMesh) -> Any:
+    """Split the rows of an nn.Embedding or nn.Linear without bias; return the part of this process."""
+    return EmbeddingPart(table, mesh) if isinstance(table, nn.Embedding) else OutputPart(table, mesh)
 
 
 def first_row(rows: int, mesh: DeviceMesh) -> int:

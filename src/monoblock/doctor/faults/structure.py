@@ -18,7 +18,6 @@ from monoblock.nn.kv_cache.layer_cache import KeyValues, LayerCache
 from monoblock.nn.masks import Mask, MaskTerm, causal, same_document, window
 from monoblock.nn.norm import Norm
 from monoblock.nn.positions import RotaryAngles, apply_rotary
-from monoblock.nn.stack import Stack
 
 
 def _replace_masks(patient: Patient, mask: Mask) -> None:
@@ -375,19 +374,20 @@ def _blocks_not_called(patient: Patient) -> None:
     stack.forward = lambda x, *args, **options: stack.norm(x)
 
 
-class _BlocksInAList(Stack):
-    kept: list[Any]
+class _InAList(nn.Module):
+    """A block that is kept in a list, where torch does not find its weights."""
 
-    @property
-    def blocks(self) -> list[Any]:
-        return self.kept
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.kept = [block]
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.kept[0](*args, **options)
 
 
 def _blocks_not_registered(patient: Patient) -> None:
-    stack: Any = patient.stack
-    stack.kept, stack.__class__ = patient.blocks, _BlocksInAList
-    for number in range(len(stack.kept)):
-        del stack._modules[str(number)]
+    for number, block in enumerate(patient.blocks):
+        patient.stack._modules[str(number)] = _InAList(block)
 
 
 def _dropout_after_logits(patient: Patient) -> None:
