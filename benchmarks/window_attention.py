@@ -30,8 +30,7 @@ from _report import commit, device_name, write_section
 from monoblock.config.model import AttentionConfig
 from monoblock.kernels.cpu.processor import processor_name
 from monoblock.nn import attention
-from monoblock.nn.attention import BANDED, Attention, prepare
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import BANDED, Attention, AttentionContext, prepare
 from monoblock.nn.masks import mask_from_config
 from monoblock.nn.token_positions import arange_positions
 

@@ -31,7 +31,7 @@ from monoblock.config.model import (
 from monoblock.config.presets import PRESETS, preset, tiny
 from monoblock.errors import ConfigError
 from monoblock.nn import attention, flex
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import AttentionContext
 from monoblock.nn.banded import attend_banded, tile_plan
 from monoblock.nn.feedforward import ACTIVATIONS
 from monoblock.nn.masks import mask_from_config

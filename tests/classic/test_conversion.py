@@ -11,7 +11,7 @@ from torch import nn
 import monoblock as mb
 from monoblock.classic import blocks, chapter, lecture, module13
 from monoblock.errors import InputError
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import AttentionContext
 from monoblock.nn.masks import everything, mask_from_matrix
 from monoblock.nn.token_positions import arange_positions
 

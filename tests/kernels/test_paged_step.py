@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import monoblock as mb
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, NormConfig, Rotary
-from monoblock.config.stack import BlockConfig, FeedForwardConfig, Repeat, StackConfig
+from monoblock.config.parts import BlockConfig, FeedForwardConfig, Repeat, StackConfig
 from monoblock.inference.runners.cpu import fuse_encoder, fuse_stack
 from monoblock.inference.supported_models import NATIVE_ACTIVATIONS
 from monoblock.kernels.cpu import library

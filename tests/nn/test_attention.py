@@ -10,8 +10,7 @@ from torch import nn
 from torch.autograd import gradcheck
 
 from monoblock.config.model import AttentionConfig, NormConfig, Rotary
-from monoblock.nn.attention import Attention, ScoreOptions, attend, attend_fused
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import Attention, AttentionContext, ScoreOptions, attend, attend_fused
 from monoblock.nn.masks import causal, everything
 from monoblock.nn.norm import layer_norm, rms_norm
 from monoblock.nn.positions import apply_rotary, rotary_angles

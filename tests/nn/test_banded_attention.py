@@ -11,8 +11,16 @@ from monoblock.config.families import bert, gpt, llama
 from monoblock.config.knobs import vary
 from monoblock.config.model import AttentionConfig
 from monoblock.nn import attention
-from monoblock.nn.attention import BANDED, FUSED, Attention, ScoreOptions, attend, choose_kernel, prepare
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import (
+    BANDED,
+    FUSED,
+    Attention,
+    AttentionContext,
+    ScoreOptions,
+    attend,
+    choose_kernel,
+    prepare,
+)
 from monoblock.nn.banded.attend_banded import attend_banded
 from monoblock.nn.banded.tile_plan import plan_tiles
 from monoblock.nn.masks import (

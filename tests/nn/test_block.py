@@ -6,7 +6,7 @@ from support import assert_near, randomize_weights
 from torch import nn
 
 from monoblock.config.model import AttentionConfig, BlockConfig, ExpertsConfig, FeedForwardConfig, NormConfig
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import AttentionContext
 from monoblock.nn.block import Block
 from monoblock.nn.masks import causal, everything
 from monoblock.nn.token_positions import TokenPositions, arange_positions

@@ -5,8 +5,7 @@ import torch
 from support import assert_bit_equal
 
 from monoblock.config.model import AttentionConfig
-from monoblock.nn.attention import FUSED, ScoreOptions, attend, attend_fused, choose_kernel
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import FUSED, AttentionContext, ScoreOptions, attend, attend_fused, choose_kernel
 from monoblock.nn.masks import (
     causal,
     everything,

@@ -18,7 +18,7 @@ from monoblock.config.model import (
     StackConfig,
 )
 from monoblock.errors import ConfigError
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import AttentionContext
 from monoblock.nn.masks import causal, everything, window
 from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
 from monoblock.nn.stack import Stack

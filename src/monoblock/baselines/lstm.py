@@ -39,7 +39,7 @@ from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, InputError
 from monoblock.interop.folder import load_model, save_model
 from monoblock.kernels.cpu import onednn
-from monoblock.nn.inputs.check_inputs import select_tokens
+from monoblock.nn.arguments import select_tokens
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
 

@@ -17,15 +17,17 @@ from monoblock.config.parts import (
     VOCABULARY_HEADS,
     Activation,
     AttentionConfig,
+    BlockConfig,
     ExpertsConfig,
     FeedForwardConfig,
     HeadConfig,
     InitConfig,
     NormConfig,
+    Repeat,
+    StackConfig,
 )
 from monoblock.config.positions import Alibi, Buckets, Learned, Rotary, Scaling, Sinusoid
 from monoblock.config.schema import check_at_least, check_at_most, check_fraction, check_types, from_dict, to_dict
-from monoblock.config.stack import BlockConfig, Repeat, StackConfig
 from monoblock.errors import ConfigError
 
 __all__ = [

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from monoblock.config.limits import MAX_LAYERS
+from monoblock.config.parts import Repeat
 from monoblock.config.schema import shorten_int
-from monoblock.config.stack import Repeat
 from monoblock.errors import ConfigError
 
 

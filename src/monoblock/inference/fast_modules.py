@@ -53,8 +53,7 @@ from monoblock.kernels.gpu_attention import (
 )
 from monoblock.kernels.gpu_beams import attend_beams, attend_source, supports_beams
 from monoblock.kernels.gpu_quantized import NextNorm, can_join_norm, has_kernel
-from monoblock.nn.attention import Attention
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import Attention, AttentionContext
 from monoblock.nn.block import Block
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.experts import Experts

@@ -11,7 +11,7 @@ from monoblock.config.inputs import EmbeddingConfig
 from monoblock.config.positions import Learned
 from monoblock.errors import InputError, with_article
 from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
-from monoblock.nn.check_model import check_model
+from monoblock.nn.arguments import check_model
 from monoblock.nn.kv_cache.paged import PAGE_SIZE, token_bytes
 from monoblock.nn.transformer import Transformer
 

@@ -18,7 +18,7 @@ from monoblock.inference.pages import Pages
 from monoblock.inference.runners.cuda import CudaRunner, DevicePages, supports_cuda_graph
 from monoblock.inference.runners.plain import ModelRunner, UncachedRunner
 from monoblock.inference.supported_models import reason_not_to_optimize
-from monoblock.nn.check_model import check_model
+from monoblock.nn.arguments import check_model
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import quantize

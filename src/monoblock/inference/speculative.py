@@ -25,7 +25,7 @@ from monoblock.inference.request import Request, Row, end_of_text
 from monoblock.inference.runners.plain import RowPass, Runner
 from monoblock.inference.sampler import Sampler
 from monoblock.inference.settings import check_count
-from monoblock.nn.check_model import check_model
+from monoblock.nn.arguments import check_model
 from monoblock.nn.transformer import Transformer
 
 MAX_DRAFT_ROWS = 512

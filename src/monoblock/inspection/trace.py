@@ -21,7 +21,7 @@ from monoblock.errors import InputError, did_you_mean
 from monoblock.inspection.edits import Edit, match_names
 from monoblock.inspection.layout import Activation, Layout, OwnLayout, layout_of
 from monoblock.inspection.module_taps import tap_modules
-from monoblock.nn.check_model import check_model
+from monoblock.nn.arguments import check_model
 from monoblock.nn.tap import Tap
 
 

@@ -35,7 +35,7 @@ from monoblock.interop.labels import write_labels
 from monoblock.interop.rename import CONV1D, CONV1D_QKV, TensorMapping
 from monoblock.interop.safetensors_reader import SafetensorsWeights
 from monoblock.interop.weights_writer import commit_file
-from monoblock.nn.check_model import check_model
+from monoblock.nn.arguments import check_model
 from monoblock.nn.lora import LoraLinear, linear_shape, lora_layers, replace_module
 from monoblock.nn.transformer import Transformer
 from monoblock.untrusted_files import (

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from monoblock.config.model import AttentionConfig, Buckets
 from monoblock.kernels.cpu.autograd import attend_causal, supports_causal_attention
-from monoblock.nn.attention_context import AttentionContext
-from monoblock.nn.banded.attend_banded import attend_banded, supports_banded
+from monoblock.nn.banded.attend_banded import BANDED_MIN_QUERIES, attend_banded
 from monoblock.nn.banded.tile_plan import plan_tiles
-from monoblock.nn.flex import attend_flex, build_block_mask, supports_flex
-from monoblock.nn.kv_cache.cache_index import CacheWrite
+from monoblock.nn.flex import FLEX_MIN_QUERIES, attend_flex, build_block_mask
+from monoblock.nn.kv_cache.cache_index import BeamSlots, CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
 from monoblock.nn.linear import Linear, autocast_dtype
+from monoblock.nn.masks import ResolvedMask
 from monoblock.nn.norm import HALF_DTYPES, Norm
 from monoblock.nn.packed.attend_packed import attend_varlen, supports_varlen
 from monoblock.nn.packed.documents import DocumentRows, PackedDocuments
-from monoblock.nn.positions import bucket_bias
+from monoblock.nn.positions import RotaryAngles, apply_rotary, bucket_bias
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 
 
@@ -170,6 +171,61 @@ class Attention(nn.Module):
         return attend_fast(q, k, v, context, options, tap)
 
 
+# -- what all blocks of a pass share --------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class AttentionContext:
+    resolved_mask: ResolvedMask
+    bias: Tensor | None = None  # (B, H, T, S)
+    rotary_angles: RotaryAngles | None = None
+    beams: BeamSlots | None = None  # if the queries of a row are beams of one search
+    # of queries and keys, if tokens are packed; mask and bias are then those of the documents as rows
+    packed: tuple[PackedDocuments, PackedDocuments] | None = None
+    computed: dict[Callable[..., Any], Any] = field(default_factory=dict, repr=False)  # by `once`
+
+    def once(self, build: Callable[..., Any], *inputs: Any) -> Any:
+        """Return build(*inputs), which is the same in all blocks and computed by the first that needs it."""
+        if build not in self.computed:
+            self.computed[build] = build(*inputs)
+        return self.computed[build]
+
+    def rotate(self, heads: Tensor) -> Tensor:
+        """Rotate queries or keys (B, heads, T, K) by their positions if these are rotary."""
+        return heads if self.rotary_angles is None else apply_rotary(heads, self.rotary_angles)
+
+    def dense_mask(self) -> Tensor | None:
+        """Return the mask as booleans (B, 1, T, S), or None if every key is visible."""
+        return None if self.resolved_mask.kind == "all" else self.once(ResolvedMask.dense, self.resolved_mask)
+
+    def fused_mask(self, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Return the mask argument for a fused kernel, and a mask (B, 1, T, 1) of the queries without a visible key.
+
+        The mask argument is boolean or, if there is a bias, the bias with -inf where the mask is False.  The result of
+        a fused kernel is undefined for a query that sees no key, so such a query is shown every key, and its output
+        must be set to zero.  Either result is None if it is not needed.
+        """
+        if bias is None:
+            return self.once(_show_blind, self.dense_mask()) if self.resolved_mask.kind == "dense" else (None, None)
+        if bias is self.bias:
+            return self.once(_mask_bias, self, bias, dtype)
+        return _mask_bias(self, bias, dtype)
+
+
+def _show_blind(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mask with every key visible to queries that see none, and which queries these are."""
+    blind = ~mask.any(-1, keepdim=True)
+    return mask | blind, blind
+
+
+def _mask_bias(context: AttentionContext, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    bias, mask = bias.to(dtype).contiguous(), context.dense_mask()  # the fused kernels refuse other strides
+    if mask is None:
+        return bias, None
+    allowed, blind = context.once(_show_blind, mask)
+    return bias.masked_fill(~allowed, -math.inf), blind
+
+
 # -- kernels --------------------------------------------------------------------------------------------------------
 
 
@@ -286,7 +342,10 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, o
 
 def _supports_flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> bool:
     """Many queries on a GPU, with a mask that is computed from positions."""
-    return supports_flex(q, v, context.resolved_mask) and options.is_plain
+    mask = context.resolved_mask
+    if not q.is_cuda or mask.kind != "dense" or mask.matrix is not None or not options.is_plain:
+        return False
+    return mask.q.length >= FLEX_MIN_QUERIES and 16 <= q.shape[-1] == v.shape[-1]
 
 
 def _attend_flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> Tensor:
@@ -294,9 +353,22 @@ def _attend_flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, opt
 
 
 def _supports_banded(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> bool:
-    """Many queries on a CPU, most of whose tiles are empty in a mask that is computed from positions."""
+    """Many queries on a CPU, most of whose tiles are empty in a mask that is computed from positions.
+
+    The plan depends on the values of tensors, which cannot be traced.
+    """
     mask = context.resolved_mask
-    return options.bias is None and supports_banded(q, mask) and context.once(plan_tiles, mask) is not None
+    if (
+        mask.kind != "dense"
+        or mask.matrix is not None
+        or mask.q.length < BANDED_MIN_QUERIES
+        or options.bias is not None
+    ):
+        return False
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(q) is not Tensor or q.device.type != "cpu":
+        return False
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return not is_transformed and context.once(plan_tiles, mask) is not None
 
 
 def _attend_banded(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> Tensor:

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import BlockConfig
 from monoblock.errors import ConfigError
-from monoblock.nn.attention import Attention
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import Attention, AttentionContext
 from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.kv_cache.cache_index import CacheWrite

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import EmbeddingConfig, FramesConfig, Learned, PatchConfig, Sinusoid
 from monoblock.errors import InputError
-from monoblock.nn.inputs.check_inputs import can_read_values
+from monoblock.nn.arguments import can_read_values
 from monoblock.nn.norm import Norm
 from monoblock.nn.positions import grid_sinusoid, sinusoid
 from monoblock.nn.tap import Tap, apply_tap

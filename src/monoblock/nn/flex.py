@@ -18,13 +18,6 @@ RECOMPILE_LIMIT = 64
 BLOCK = 128  # tokens in a block
 
 
-def supports_flex(q: Tensor, v: Tensor, mask: ResolvedMask) -> bool:
-    """Return whether FlexAttention is worth its setup: on a GPU, with many queries and a mask of positions."""
-    if not q.is_cuda or mask.kind != "dense" or mask.matrix is not None:
-        return False
-    return mask.q.length >= FLEX_MIN_QUERIES and 16 <= q.shape[-1] == v.shape[-1]
-
-
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float | None) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from monoblock.nn.attention import Attention
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import Attention, AttentionContext
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
 from monoblock.nn.kv_cache.linear_state import LinearLayerCache, LinearState

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.errors import ConfigError, InputError, did_you_mean
-from monoblock.nn.check_model import check_model
+from monoblock.nn.arguments import check_model
 from monoblock.nn.linear import Linear
 
 M = TypeVar("M", bound=nn.Module)

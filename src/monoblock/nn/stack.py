@@ -15,8 +15,7 @@ from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary, Stac
 from monoblock.config.parts import CheckpointMode
 from monoblock.kernels.fp8_linear import is_fp8_training, sizes_fit
 from monoblock.nn.activation_checkpointing import run_checkpointed
-from monoblock.nn.attention import Attention, prepare, select_kept_heads
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import Attention, AttentionContext, prepare, select_kept_heads
 from monoblock.nn.block import Block
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.kv_cache.cache import Cache

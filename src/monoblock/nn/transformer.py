@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import SEQUENCE_HEADS, CheckpointMode
 from monoblock.errors import InputError, with_article
-from monoblock.nn.block import Block
-from monoblock.nn.embedding import Embedding, PatchEmbedding, build_input, tied_table
-from monoblock.nn.heads import Head, OutputLinear
-from monoblock.nn.initialize import initialize
-from monoblock.nn.inputs.check_inputs import (
+from monoblock.nn.arguments import (
+    Documents,
     check_cache,
     check_config,
     check_documents,
@@ -25,12 +22,17 @@ from monoblock.nn.inputs.check_inputs import (
     check_sources,
     check_target,
     either_argument,
+    memory_positions,
     reject_arguments,
     reject_documents,
     select_tokens,
+    token_positions,
 )
+from monoblock.nn.block import Block
+from monoblock.nn.embedding import Embedding, PatchEmbedding, build_input, tied_table
+from monoblock.nn.heads import Head, OutputLinear
+from monoblock.nn.initialize import initialize
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
-from monoblock.nn.inputs.input_positions import Documents, memory_positions, token_positions
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.packed.documents import DocumentRows
 from monoblock.nn.stack import Stack

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.errors import ConfigError
+from monoblock.nn.arguments import either_argument, memory_positions, token_positions
 from monoblock.nn.embedding import Embedding
-from monoblock.nn.inputs.check_inputs import either_argument
-from monoblock.nn.inputs.input_positions import memory_positions, token_positions
 from monoblock.nn.stack import Stack
 from monoblock.nn.tap import Tap, prefix_tap
 from monoblock.nn.token_positions import TokenPositions, arange_positions

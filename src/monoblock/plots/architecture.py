@@ -36,7 +36,7 @@ from monoblock.config.model import (
 from monoblock.config.parts import SEQUENCE_HEADS, VOCABULARY_HEADS
 from monoblock.errors import ConfigError, InputError
 from monoblock.metrics.numbers import format_count
-from monoblock.nn.check_model import describe
+from monoblock.nn.arguments import describe
 from monoblock.untrusted_files import write_atomically
 
 if TYPE_CHECKING:

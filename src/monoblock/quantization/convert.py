@@ -12,7 +12,7 @@ from torch import nn
 
 from monoblock.config.model import ModelConfig, QuantizeConfig
 from monoblock.errors import ConfigError, InputError
-from monoblock.nn.check_model import check_model
+from monoblock.nn.arguments import check_model
 from monoblock.nn.experts import Experts
 from monoblock.nn.lora import lora_layers, replace_module
 from monoblock.nn.transformer import Transformer

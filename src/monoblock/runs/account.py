@@ -49,7 +49,7 @@ def account(
         return account_config(what, name=name)
     if not isinstance(what, str | Path):
         from monoblock.baselines.lstm import Recurrent
-        from monoblock.nn.check_model import check_model
+        from monoblock.nn.arguments import check_model
         from monoblock.nn.transformer import Transformer
 
         check_model(what, (Transformer, Recurrent), "account", also="a configuration or the name of a preset")

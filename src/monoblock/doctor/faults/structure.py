@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import EmbeddingConfig
 from monoblock.doctor.faults.fault import Fault, Patient
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import AttentionContext
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import KeyValues, LayerCache
 from monoblock.nn.masks import Mask, MaskTerm, causal, same_document, window

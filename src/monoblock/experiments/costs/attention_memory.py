@@ -21,8 +21,7 @@ from monoblock.experiments.costs.time_and_memory import best_seconds, default_de
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial, selection
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.models.reversal import parse_lengths
-from monoblock.nn.attention import attend, attend_fused
-from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.attention import AttentionContext, attend, attend_fused
 from monoblock.nn.masks import mask_from_config
 from monoblock.nn.token_positions import arange_positions
 

@@ -33,7 +33,7 @@ from monoblock.interop.huggingface.ignored_fields import is_harmless
 from monoblock.interop.huggingface.load import find_family
 from monoblock.interop.rename import TensorMapping, map_weights
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, TensorFactory, save_weights
-from monoblock.nn.check_model import check_model
+from monoblock.nn.arguments import check_model
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import dequantize, merge_adapters
 from monoblock.untrusted_files import write_atomically

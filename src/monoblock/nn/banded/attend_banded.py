@@ -11,27 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from monoblock.nn.banded.chunk_kernels import ChunkOptions, attend_chunk, attend_chunk_backward
 from monoblock.nn.banded.tile_plan import TileChunk, TilePlan
-from monoblock.nn.masks import ResolvedMask
 from monoblock.nn.norm import HALF_DTYPES
 
 BANDED_MIN_QUERIES = 512  # with fewer queries, a dense mask is as fast
-
-
-def supports_banded(q: Tensor, mask: ResolvedMask) -> bool:
-    """Return whether `attend_banded` can run now, on many queries: on plain CPU tensors, and not traced or compiled.
-
-    Its plan depends on the values of tensors, which cannot be traced. It has not been tested on GPUs.
-    """
-    if mask.kind != "dense" or mask.matrix is not None or mask.q.length < BANDED_MIN_QUERIES:
-        return False
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(q) is not Tensor or q.device.type != "cpu":
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
 
 
 def attend_banded(

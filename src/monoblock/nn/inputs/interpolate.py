@@ -8,7 +8,7 @@ import torch
 
 from monoblock.config.model import Learned, PatchConfig
 from monoblock.errors import InputError, with_article
-from monoblock.nn.check_model import check_model
+from monoblock.nn.arguments import check_model
 from monoblock.nn.embedding import PatchEmbedding
 from monoblock.nn.lora import fold_lora
 from monoblock.nn.positions import interpolate_grid

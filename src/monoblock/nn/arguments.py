@@ -1,18 +1,129 @@
-"""Check the arguments of a forward pass; each failure is one line that says what to write instead.
+"""The arguments of a model: check them, and compute the positions of tokens from them.
 
-The values of tensors are read only where that is possible and costs little (see `can_read_values`).
+Each failure is one line that says what to write instead.  The values of tensors are read only where that is possible
+and costs little (see `can_read_values`).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from monoblock.config.model import HeadConfig, ModelConfig, StackConfig
 from monoblock.config.parts import SEQUENCE_HEADS
-from monoblock.errors import ConfigError, InputError
+from monoblock.errors import ConfigError, InputError, with_article
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.packed.documents import PackedDocuments
+from monoblock.nn.token_positions import TokenPositions, arange_positions
+
+Documents = Tensor | PackedDocuments  # the number of each token's document (B, T), or where documents begin in one row
+
+
+def token_positions(
+    ids: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    documents: Documents | None,
+    flags: Tensor | None,
+    cache: Cache | None,
+    *,
+    uses_flags: bool = False,
+) -> TokenPositions:
+    """Check the arguments, each (B, T), and return the position of every token.
+
+    Unless `positions` are given, they count valid tokens, continue after the tokens in the cache, and start at 0 in
+    each document.
+    """
+    check_ids(ids)
+    if cache is not None:
+        check_batch(cache, ids)
+    numbers = documents.numbers if isinstance(documents, PackedDocuments) else documents
+    for name, tensor in (("positions", positions), ("documents", numbers), ("flags", flags)):
+        check_shape(name, tensor, ids)
+    if flags is not None and not uses_flags:
+        raise InputError("flags mark a prefix or global tokens, but no block of this model uses them; drop them")
+    if isinstance(documents, PackedDocuments):
+        reject_with_packed(mask=mask, positions=positions, cache=cache)
+        return TokenPositions(documents.positions(), documents.numbers, prefix_or_global=flags, packed=documents)
+    valid = valid_mask(mask, ids)
+    start = 0 if cache is None else cache.common_length
+    if cache is not None and (documents is not None or cache.has_documents):
+        return _positions_in_documents(ids, valid, positions, documents, flags, cache)
+    if valid is None and positions is None and documents is None and start is not None:
+        return TokenPositions(
+            arange_positions(ids.shape[1], start, ids.device).positions,
+            prefix_or_global=flags,
+            start=start if flags is None else None,
+        )
+    if positions is None:
+        positions = _count_positions(ids, valid, documents)
+        if cache is not None:
+            positions = positions + cache.lengths[:, None]
+    return TokenPositions(positions.expand(ids.shape[0], -1), documents, valid, flags)
+
+
+def memory_positions(
+    memory: Tensor | None, mask: Tensor | None, cache: Cache | None, width: int, documents: Documents | None = None
+) -> TokenPositions:
+    """Return the positions of the encoded source, `memory` (B, S, D); after the first pass they are in the cache."""
+    if cache is not None and cache.memory_positions is not None:
+        return cache.memory_positions
+    if memory is None:
+        raise InputError(
+            "memory is missing: the decoder of an encoder-decoder attends to memory; give memory=model.encode(source)"
+        )
+    if memory.dim() != 3 or memory.shape[-1] != width:
+        raise InputError(
+            f"memory has shape {tuple(memory.shape)}; give an encoded source of shape (batch, source length, {width})"
+        )
+    positions = arange_positions(memory.shape[1], device=memory.device)
+    packed, numbers = (documents, documents.numbers) if isinstance(documents, PackedDocuments) else (None, documents)
+    if mask is not None or numbers is not None:
+        check_shape("source_documents", numbers, memory[..., 0])
+        valid = valid_mask(mask, memory[..., 0])
+        positions = TokenPositions(positions.positions, numbers, valid, packed=packed)
+    if cache is not None:
+        cache.memory_positions = positions
+    return positions
+
+
+def _positions_in_documents(
+    ids: Tensor,
+    valid: Tensor | None,
+    positions: Tensor | None,
+    documents: Tensor | None,
+    flags: Tensor | None,
+    cache: Cache,
+) -> TokenPositions:
+    """Return positions in packed documents; the first of them may continue the last document in the cache."""
+    last_position, last_document = cache.last_positions()
+    last_document = torch.zeros_like(last_position) if last_document is None else last_document
+    documents = last_document.expand(ids.shape) if documents is None else documents
+    if positions is None:
+        positions = _count_positions(ids, valid, documents)
+        is_first = (documents != documents[:, :1]).cumsum(-1) == 0
+        positions = positions + torch.where(is_first & (documents == last_document), last_position + 1, 0)
+    return TokenPositions(positions, documents, valid, flags)
+
+
+def _count_positions(ids: Tensor, valid: Tensor | None, documents: Tensor | None) -> Tensor:
+    """Number the valid tokens of each row from 0, starting again at each document."""
+    if valid is None and documents is None:
+        return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    ones = torch.ones_like(ids) if valid is None else valid.long()
+    counts = ones.cumsum(-1)
+    if documents is not None:
+        begins = torch.ones_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        before = torch.where(begins, counts - ones, 0)  # tokens of earlier documents
+        counts = counts - before.cummax(-1).values
+    return (counts - 1).clamp(min=0)
+
+
+# -- checks --------------------------------------------------------------------------------------------------------
+
 
 INTEGER_DTYPES = (torch.int64, torch.int32)
 
@@ -129,9 +240,9 @@ def check_ids(ids: Tensor) -> None:
 
 
 def check_batch(cache: Cache, ids: Tensor) -> None:
-    if cache.batch != ids.shape[0]:
+    if len(cache.lengths) != ids.shape[0]:
         raise InputError(
-            f"a batch of {ids.shape[0]} rows does not fit a cache made for {cache.batch}; "
+            f"a batch of {ids.shape[0]} rows does not fit a cache made for {len(cache.lengths)}; "
             f"make another cache with model.make_cache(batch={ids.shape[0]})"
         )
 
@@ -188,3 +299,48 @@ def valid_mask(mask: Tensor | None, ids: Tensor) -> Tensor | None:
         raise InputError("the mask has values other than 0 and 1; write 1 for real tokens and 0 for padding")
     valid = mask.bool()
     return None if readable and bool(valid.all()) else valid
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+WRAPPERS = ("model", "module", "_orig_mod")  # where a pipeline, DistributedDataParallel and torch.compile keep a model
+ADVICE = "give mb.load(folder).model or mb.Transformer(config)"
+
+
+def check_model(
+    value: object, kinds: type[nn.Module] | tuple[type[nn.Module], ...], function: str, *, also: str = ""
+) -> None:
+    """Raise InputError unless `value` is a model of one of `kinds`; the message says which `function` takes.
+
+    also: what else the function takes, such as "the name of a preset".
+    """
+    if isinstance(value, kinds):
+        return
+    names = [with_article(kind.__name__) for kind in (kinds if isinstance(kinds, tuple) else (kinds,))]
+    names += [also] * bool(also)
+    raise InputError(f"{function} takes {' or '.join(names)}, but got {describe(value)}; {_advice(value, kinds)}")
+
+
+def describe(value: object) -> str:
+    """Say what an argument is, in a few words: "the text 'gpt2'", "the class Transformer", "a Linear", "None"."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, str | Path):
+        return f"the text {str(value)!r:.60}"
+    return with_article(type(value).__name__)
+
+
+def _advice(value: object, kinds: type[nn.Module] | tuple[type[nn.Module], ...]) -> str:
+    if isinstance(value, type):
+        return f"give an instance, such as {value.__name__}(…)"
+    if isinstance(value, str | Path):
+        return f"load it first: mb.load({str(value)!r:.60}).model"
+    if isinstance(value, ModelConfig):
+        return "build the model first: mb.Transformer(config)"
+    if hasattr(value, "to_monoblock"):
+        return "write model.to_monoblock()"
+    inner = next((name for name in WRAPPERS if isinstance(getattr(value, name, None), kinds)), None)
+    return ADVICE if inner is None else f"write its attribute .{inner}"
