@@ -31,7 +31,9 @@ class StreamingText:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = (), context_ids: Sequence[int] = ()) -> None:
-        self.tokenizer, self.stop_strings = tokenizer, _check_stops(stop)
+        self.tokenizer, self.stop_strings = tokenizer, (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(text, str) and text for text in self.stop_strings):
+            raise InputError("an empty stop string would end the text before its first character; leave it out")
         self.skipped_ids = tokenizer.special_ids - {tokenizer.unk_id}
         self.matched_stop: str | None = None  # the stop string that ended the text
         self.ids: list[int] = [*context_ids]
@@ -103,13 +105,6 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
-def _check_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stops):
-        raise InputError("an empty stop string would end the text before its first character; leave it out")
-    return stops
-
-
 # -- the outputs of an engine as text ---------------------------------------------------------------------------------
 
 
@@ -162,15 +157,8 @@ def stream_chunks(
             tokens = output.tokens[:-1] if output.finish_reason == "stop" and last in eos_ids else output.tokens
             new = text.add(*tokens) + (text.finish() if output.finish_reason else "")
             finish_reason = "stop" if text.matched_stop is not None else output.finish_reason
-            yield TextChunk(
-                prompt_of_request[output.request_id],
-                output.sequence_index,
-                new,
-                len(output.tokens),
-                finish_reason,
-                output.score,
-                output.tokens,
-            )
+            place = prompt_of_request[output.request_id], output.sequence_index
+            yield TextChunk(*place, new, len(output.tokens), finish_reason, output.score, output.tokens)
             if finish_reason:
                 running.discard(key)
             if text.matched_stop is not None and not any(request == output.request_id for request, _ in running):

@@ -25,7 +25,7 @@ from monoblock.inference.pages import Pages
 from monoblock.inference.request import PLAIN
 from monoblock.inference.runners.cuda_search import RecordedSearches
 from monoblock.inference.runners.plain import ModelRunner, RowPass
-from monoblock.inference.runners.record import Recording, record
+from monoblock.inference.runners.record import record
 from monoblock.inference.sampler import Filters
 from monoblock.inference.supported_models import SUPPORTED, unsupported_field
 from monoblock.nn.experts import Experts
@@ -88,7 +88,7 @@ class RecordedPass:
         self.step = torch.zeros(1, dtype=torch.long, device=device)
         self.last = torch.full((rows, 1), shape.tokens - 1, device=device)
         self.logits: Tensor
-        self.recording: Recording = record(self._run_once, device, pool)  # no row has a token yet
+        self.replay = record(self._run_once, device, pool)  # no row has a token yet
 
     def _run_once(self) -> None:
         self.rows.begin_pass()
@@ -137,7 +137,7 @@ class RecordedPass:
             self.uniforms[:count, : len(uniforms)] = torch.tensor(uniforms, dtype=torch.double).T.to(self.step.device)
         self.step.zero_()
         for _ in range(count):
-            self.recording.replay()
+            self.replay()
         return self.chosen[:count]
 
 
@@ -195,7 +195,7 @@ class CudaRunner(ModelRunner):
         if shape is None:
             return super().run_model(model, passes, tap)
         recorded = self._load(shape, passes)
-        recorded.recording.replay()
+        recorded.replay()
         logits = recorded.logits
         if logits.shape[1] == 1 and all(one.num_logits == 1 for one in passes):
             return logits[: len(passes), 0].clone()  # the next pass overwrites them

@@ -26,9 +26,8 @@ from monoblock.inference.beam import (
     best_continuations,
     log_softmax,
 )
-from monoblock.inference.prompt import Prompt, pad_right
-from monoblock.inference.request import NAN_LOGITS, PLAIN, Request
-from monoblock.inference.runners.record import Recording, record
+from monoblock.inference.request import NAN_LOGITS, PLAIN, Prompt, Request, pad_right
+from monoblock.inference.runners.record import Replay, record
 from monoblock.inference.settings import Settings
 from monoblock.nn.kv_cache.beam_cache import MAX_BEAMS, BeamCache
 from monoblock.nn.kv_cache.cache import Cache
@@ -117,7 +116,7 @@ class SearchBuffers:
             source_length=key.source_length,
             device=model.device,
         )
-        self.recordings: dict[int, Recording] = {}  # by the number of visible positions
+        self.replays: dict[int, Replay] = {}  # by the number of visible positions
 
     def begin(self, prompts: Cache, lengths: Tensor, logits: Tensor, searches: BeamSearches) -> None:
         """Begin searches with cached prompts and the logits (prompts, V) after them, and choose their first tokens."""
@@ -130,7 +129,7 @@ class SearchBuffers:
     def _copy_searches(self, searches: BeamSearches) -> None:
         """Copy new searches to the first rows of the buffers; the other rows stay idle."""
         state, options = searches.pack(self.key.capacity)
-        if not self.recordings:
+        if not self.replays:
             self.state = BeamState(*(field.new_empty(self.key.searches, *field.shape[1:]) for field in state))
             self.options = BeamOptions(*(field.new_empty(self.key.searches, *field.shape[1:]) for field in options))
         for buffer, values in zip((*self.state, *self.options), (*state, *options), strict=True):
@@ -150,11 +149,10 @@ class SearchBuffers:
     def run(self, count: int, length: int) -> None:
         """Run `count` steps; `length` is the number of tokens of the longest row before them."""
         visible = self._visible_positions(length + count)
-        recording = self.recordings.get(visible)
-        if recording is None:
-            recording = self.recordings[visible] = self._record(visible)
+        if visible not in self.replays:
+            self.replays[visible] = self._record(visible)
         for _ in range(count):
-            recording.replay()
+            self.replays[visible]()
 
     def _visible_positions(self, length: int) -> int:
         visible = MIN_VISIBLE
@@ -162,7 +160,7 @@ class SearchBuffers:
             visible *= 2
         return min(visible, self.key.capacity)
 
-    def _record(self, visible: int) -> Recording:
+    def _record(self, visible: int) -> Replay:
         """Record a step that sees this many positions.
 
         Meanwhile all searches are done, so that the steps run by `record` do not advance their caches.
@@ -174,9 +172,9 @@ class SearchBuffers:
 
         state = BeamState(*(field.clone() for field in self.state))
         self.state.done.fill_(True)
-        recording = record(step, self.model.device)
+        replay = record(step, self.model.device)
         self._set_state(state)
-        return recording
+        return replay
 
     def _step(self) -> None:
         """Run the newest token of every beam, choose the next ones, and let each beam continue its origin."""
