@@ -32,11 +32,10 @@ from monoblock.inference.prepared_model import ModelLimits, check_prompt, combin
 from monoblock.inference.request import (
     NAN_LOGITS,
     Prompt,
-    RandomStream,
     RequestOutput,
-    fresh_seed,
     pad_right,
     parse_prompt,
+    random_streams,
 )
 from monoblock.inference.sampler import Filters, TokenHistory, run_processors
 from monoblock.inference.settings import Settings
@@ -72,11 +71,10 @@ class Request:
     limit_reason: str  # why a sequence with max_new_tokens ends
 
     def __post_init__(self) -> None:
-        count, seed, is_sampled = self.settings.rows_per_prompt, self.settings.seed, self.settings.temperature > 0
+        count = self.settings.rows_per_prompt
         self.new: list[list[int]] = [[] for _ in range(count)]
         self.ended = [False] * count
-        seed = fresh_seed() if seed is None and is_sampled else seed or 0
-        self.streams = [RandomStream(seed, row) for row in range(count)] if is_sampled else None
+        self.streams = random_streams(self.settings)
 
     @property
     def is_done(self) -> bool:
@@ -211,7 +209,8 @@ class Decoder:
         return logits
 
     def _choose_tokens(self, logits: Tensor) -> list[RequestOutput]:
-        numbers = [0.0 if one.streams is None else one.streams[row][len(one.new[row])] for one, row in self.rows]
+        streams = [(request.streams[row], len(request.new[row])) for request, row in self.rows]
+        numbers = [0.0 if stream is None else stream[step] for stream, step in streams]
         uniforms = torch.tensor(numbers, dtype=torch.double, device=self.device)
         tokens = self.filters.choose(self._constrain(logits), uniforms).tolist()
         rows = zip(self.rows, tokens, strict=True)

@@ -132,9 +132,12 @@ class RandomStream:
         return self.buffer[step]
 
 
-def fresh_seed() -> int:
-    """Draw a seed from torch's generator, so that `torch.manual_seed` determines it."""
-    return int(torch.randint(2**62, ()))
+def random_streams(settings: Settings) -> list[RandomStream | None]:
+    """Return the random numbers of each row of a request, None if decoding is greedy."""
+    if settings.temperature == 0:
+        return [None] * settings.rows_per_prompt
+    seed = settings.seed if settings.seed is not None else int(torch.randint(2**62, ()))  # as torch.manual_seed says
+    return [RandomStream(seed, row) for row in range(settings.rows_per_prompt)]
 
 
 @dataclass(eq=False)
@@ -195,9 +198,8 @@ class Request:
         self.id, self.prompt, self.settings, self.variant = request_id, prompt, settings, variant
         self.token_budget = token_budget  # maximum number of new tokens, by max_new_tokens and the context
         self.limit_reason = limit_reason  # the finish reason of a sequence that reaches the budget
-        seed = fresh_seed() if settings.seed is None and settings.temperature > 0 else settings.seed or 0
-        streams = [RandomStream(seed, n) if settings.temperature > 0 else None for n in range(settings.rows_per_prompt)]
-        self.rows = [Row(self, index, list(prompt.ids), random_stream=one) for index, one in enumerate(streams)]
+        streams = enumerate(random_streams(settings))
+        self.rows = [Row(self, index, list(prompt.ids), random_stream=stream) for index, stream in streams]
         self.root_digest = _digest([repr(part).encode() for part in (*root, prompt.source)])
         self.source_number: int | None = None  # of its row in the pages of sources
         self.is_started = False  # whether its prompt has been run: all its rows have tokens of their own

@@ -170,7 +170,7 @@ def _constrain(logits: Tensor, settings: Settings, history: TokenHistory | None,
 
 
 def _rule_out(logits: Tensor, tokens: tuple[int, ...]) -> Tensor:
-    return logits.index_fill(-1, torch.tensor(tokens, dtype=torch.long, device=logits.device), -math.inf)
+    return logits.index_fill(-1, torch.tensor(tokens, device=logits.device), -math.inf) if tokens else logits
 
 
 def _rule_out_words(logits: Tensor, words: tuple[tuple[int, ...], ...], history: TokenHistory) -> Tensor:

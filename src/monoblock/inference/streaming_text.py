@@ -13,10 +13,9 @@ leading space may depend on the token before it, and byte-fallback tokens such a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from monoblock.errors import InputError
-from monoblock.inference.request import RequestOutput
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not a complete character yet
@@ -108,17 +107,6 @@ def _overlap(text: str, stop: str) -> int:
 # -- the outputs of an engine as text ---------------------------------------------------------------------------------
 
 
-class Decoder(Protocol):
-    """What decodes requests step by step: an `Engine`, or the own decoder of a model that has one."""
-
-    @property
-    def busy(self) -> bool: ...
-
-    def step(self) -> list[RequestOutput]: ...
-
-    def cancel(self, request_id: int) -> None: ...
-
-
 class TextChunk(NamedTuple):
     """The new text of one sequence of one prompt."""
 
@@ -132,7 +120,7 @@ class TextChunk(NamedTuple):
 
 
 def stream_chunks(
-    engine: Decoder,
+    engine: Any,
     prompt_of_request: dict[int, int],
     texts: dict[tuple[int, int], StreamingText],
     eos_ids: Sequence[int],
@@ -141,6 +129,7 @@ def stream_chunks(
 
     A request is cancelled when stop strings have ended all of its sequences.
 
+    engine: an `Engine`, or the own decoder of a model that has one.
     prompt_of_request: the index of the prompt of each request id.
     texts: the text of each sequence, by (request id, sequence index).
     eos_ids: end tokens, which are left out of the text.

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from monoblock.inference.fast_modules import MAX_EXPERT_TOKENS
 from monoblock.inference.pages import Pages
 from monoblock.inference.request import PLAIN
 from monoblock.inference.runners.cuda_search import RecordedSearches
@@ -36,7 +37,6 @@ from monoblock.nn.transformer import Transformer
 MAX_STEPS = 128  # of a burst
 MAX_TOKENS = 16  # of a row in a recorded pass, but for prompts
 MAX_PROMPT_TOKENS = 1 << 14  # of all rows in a recorded pass over prompts
-MAX_EXPERT_TOKENS = 64  # for more, the shapes of experts depend on the tokens
 MAX_RECORDINGS = 64
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # and multiples of 64
 MIN_PAGES = 8  # of a table
@@ -70,10 +70,8 @@ class RecordedPass:
         sizes = [rows * shape.tokens, rows, rows, rows, -(-rows * shape.pages // 2), -(-rows * shape.source_pages // 2)]
         # Every part begins at a multiple of 16 bytes, which some kernels expect of a tensor.
         starts = np.cumsum([0, *(size + size % 2 for size in sizes)]).tolist()
-        self.host, self.inputs = (
-            np.zeros(starts[-1], np.int64),
-            torch.zeros(starts[-1], dtype=torch.long, device=device),
-        )
+        self.host = np.zeros(starts[-1], np.int64)
+        self.inputs = torch.zeros(starts[-1], dtype=torch.long, device=device)
         self.host_parts = [self.host[start : start + size] for start, size in zip(starts, sizes, strict=False)]
         parts = [self.inputs[start : start + size] for start, size in zip(starts, sizes, strict=False)]
         self.tokens, self.lengths, self.counts = parts[0].view(rows, shape.tokens), parts[1], parts[2]
@@ -97,8 +95,8 @@ class RecordedPass:
             options["logits_at"] = self.last
         else:
             options["positions"] = self._positions()
-        is_decoder = self.model.encoder is None
-        self.logits = self.model(self.tokens, **options) if is_decoder else self.model(None, self.tokens, **options)
+        inputs = (self.tokens,) if self.model.encoder is None else (None, self.tokens)
+        self.logits = self.model(*inputs, **options)
         if self.filters is not None:
             uniforms = self.uniforms.index_select(0, self.step)[0] if self.filters.has_sampling else self.uniforms[0]
             tokens = self.filters.choose(self.logits[:, -1], uniforms)

@@ -36,7 +36,7 @@ from monoblock.nn.transformer import Transformer
 MAX_STEPS = 4  # the most steps that run before Python reads which searches are done
 CAPACITY_MULTIPLE = 32
 SOURCE_MULTIPLE = 16
-MIN_VISIBLE = 16  # the fewest positions of a recorded step
+MIN_VISIBLE = 16  # the fewest positions of a recorded step; the others are powers of two, or the capacity
 MAX_IDLE_BUFFERS = 4
 # The settings that searches of a batch share, and those that each of them has for itself; the others must be defaults.
 SHARED_SETTINGS = ("num_beams", "suppress_tokens", "begin_suppress_tokens", "priority")
@@ -141,24 +141,18 @@ class SearchBuffers:
         self.min_new_tokens[: len(least)] = torch.tensor(least, device=self.model.device)
         first = searches.settings[0]  # the others have the same tokens to end with or to rule out
         self.ruled_out.zero_()
-        for mask, tokens in zip(
-            self.ruled_out, (first.suppress_tokens, first.begin_suppress_tokens, first.eos_token_id), strict=True
-        ):
+        ruled_out = first.suppress_tokens, first.begin_suppress_tokens, first.eos_token_id
+        for mask, tokens in zip(self.ruled_out, ruled_out, strict=True):
             mask[:, torch.tensor(tokens, dtype=torch.long, device=self.model.device)] = True
 
     def run(self, count: int, length: int) -> None:
         """Run `count` steps; `length` is the number of tokens of the longest row before them."""
-        visible = self._visible_positions(length + count)
+        power = 1 << (length + count - 1).bit_length()
+        visible = min(max(MIN_VISIBLE, power), self.key.capacity)
         if visible not in self.replays:
             self.replays[visible] = self._record(visible)
         for _ in range(count):
             self.replays[visible]()
-
-    def _visible_positions(self, length: int) -> int:
-        visible = MIN_VISIBLE
-        while visible < length:
-            visible *= 2
-        return min(visible, self.key.capacity)
 
     def _record(self, visible: int) -> Replay:
         """Record a step that sees this many positions.
@@ -180,10 +174,8 @@ class SearchBuffers:
         """Run the newest token of every beam, choose the next ones, and let each beam continue its origin."""
         cache, tokens = self.cache, self.state.newest[:, 0]
         positions = cache.lengths[:, None].expand_as(tokens)
-        if self.model.encoder is None:
-            logits = self.model(tokens, positions=positions, cache=cache)
-        else:
-            logits = self.model(None, tokens, positions=positions, cache=cache)
+        inputs = (tokens,) if self.model.encoder is None else (None, tokens)
+        logits = self.model(*inputs, positions=positions, cache=cache)
         cache.lengths.add_(~self.state.done[:, 0])
         self._advance(logits)
 
@@ -194,8 +186,8 @@ class SearchBuffers:
             always, first, early = self.ruled_out
             ruled_out = always | (first & (lengths == 0)) | (early & (lengths < self.min_new_tokens[:, None]))
             logits = log_softmax(logits).masked_fill(ruled_out[:, None], -math.inf)
-        rows, is_constrained = logits.reshape(-1, logits.shape[-1]), self.key.is_constrained
-        best = best_continuations(rows, self.state, self.options, normalized=is_constrained)
+        rows = logits.reshape(-1, logits.shape[-1])
+        best = best_continuations(rows, self.state, self.options, normalized=self.key.is_constrained)
         self._set_state(advance_beams(self.state, self.options, best))
         self.cache.reorder_beams(self.state.origins[:, 0])
 
