@@ -81,13 +81,14 @@ class Settings:
             object.__setattr__(self, name, several)
         self._check_values()
         self._check_combinations()
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        check_effects(self, [name for name in values if not isinstance(values[name], DefaultInt | DefaultFloat)])
+        switches = {"temperature": self.temperature, "num_beams": self.num_beams}
+        given = [name for name, value in switches.items() if not isinstance(value, (DefaultInt, DefaultFloat))]
+        check_effects(self, (*given, *SAMPLING_OPTIONS, *BEAM_OPTIONS))
 
     def _check_values(self) -> None:
         for name, (minimum, maximum) in COUNTS.items():
             value = getattr(self, name)
-            if value is not None or getattr(Settings, name) is not None:
+            if not (value is None and getattr(Settings, name) is None):
                 check_count(name, value, minimum, maximum)
         for name, (low, high, advice) in RANGES.items():
             value = getattr(self, name)
@@ -95,7 +96,7 @@ class Settings:
                 raise InputError(f"{name}={show(value)} is not valid; {advice}")
         for name, (choices, advice) in CHOICES.items():
             value = getattr(self, name)
-            if not isinstance(value, bool | str | None) or value not in choices:
+            if not isinstance(value, (bool, str, type(None))) or value not in choices:
                 raise InputError(f"{name}={show(value)} is not valid; {advice}")
         for name, words, maximum in (("bad_words_ids", "words", MAX_BAD_WORDS), ("stop", "strings", MAX_STOPS)):
             if len(getattr(self, name)) > maximum:
@@ -298,14 +299,16 @@ def check_effects(settings: Settings, explicit: Collection[str]) -> None:
     """
     is_greedy = not settings.temperature and "temperature" not in explicit
     has_beams = settings.num_beams > 1 or "num_beams" in explicit
-    for name in explicit:
+    for name in (*SAMPLING_OPTIONS, *BEAM_OPTIONS):
         value = getattr(settings, name)
-        if name in SAMPLING_OPTIONS and is_greedy and value != getattr(Settings, name):
+        if name not in explicit or value == getattr(Settings, name):
+            continue
+        if name in SAMPLING_OPTIONS and is_greedy:
             raise InputError(
                 f"{name}={show(value)} limits sampling, but without a temperature the most probable token is always "
                 f"taken; write temperature=1 too, or leave out {name}"
             )
-        if name in BEAM_OPTIONS and not has_beams and value != getattr(Settings, name):
+        if name in BEAM_OPTIONS and not has_beams:
             raise InputError(
                 f"{name}={show(value)} ranks the hypotheses of a beam search; "
                 f"write num_beams=4 too, or leave out {name}"
