@@ -20,7 +20,7 @@ from monoblock.errors import InputError, with_article
 from monoblock.inference.pages import OutOfPages, Pages
 from monoblock.inference.prepared_model import GenerativeModel, PreparedModel, make_runner
 from monoblock.inference.request import Request, Row
-from monoblock.inference.runners.plain import RowPass, Runner
+from monoblock.inference.runners.plain import RowPass
 from monoblock.inference.sampler import Sampler
 from monoblock.inference.settings import check_count
 from monoblock.nn.check_model import check_model
@@ -97,8 +97,8 @@ class DraftModel(Proposer):
         self.context = sys.maxsize if model.config.context is None else model.config.context
         self.num_proposals = max_proposals  # how many tokens the next call proposes
         self.proposed = self.accepted = 0  # numbers of tokens, of all rows together
-        self.runner: Runner | None = None
         self.pages, self.sources = Pages(MAX_DRAFT_PAGES, MAX_DRAFT_ROWS), Pages(MAX_DRAFT_PAGES, MAX_DRAFT_ROWS)
+        self.runner = make_runner(model, self.pages, self.sources)
         self.own_rows: dict[int, dict[int, Row]] = {}  # by request and index: rows with the same tokens, in own pages
         self.sampler = Sampler(model.device)
 
@@ -114,17 +114,13 @@ class DraftModel(Proposer):
             )
 
     def forget(self, request: Request) -> None:
-        rows = self.own_rows.pop(request.id, {})
-        for row in rows.values():
-            assert row.number is not None
-            self.pages.drop(row.number)
-        for row in list(rows.values())[:1]:
-            if row.request.source_number is not None:
+        for row in self.own_rows.pop(request.id, {}).values():
+            self.pages.drop(row.place)
+            if row.request.source_number is not None:  # the rows of a request share its source
                 self.sources.drop(row.request.source_number)
+                row.request.source_number = None
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[list[int]]:
-        if self.runner is None:
-            self.runner = make_runner(self.model, self.pages, self.sources)
         count = self.num_proposals
         if self.max_checked is not None and self.max_checked // len(rows) >= 2:
             count = min(count, self.max_checked // len(rows) - 1)
@@ -143,7 +139,6 @@ class DraftModel(Proposer):
 
     def _propose_next(self, rows: Sequence[Row], proposed: Sequence[list[int]]) -> None:
         """Append one more proposal to those of each row."""
-        assert self.runner is not None
         numbers = [row.place for row in rows]
         starts = self.pages.lengths[numbers].tolist()
         tokens = [[*row.tokens, *more][start:] for row, more, start in zip(rows, proposed, starts, strict=True)]
@@ -157,7 +152,6 @@ class DraftModel(Proposer):
 
     def _own_row(self, row: Row) -> Row:
         """Return the draft model's row with the tokens of a row, made when it is first asked for."""
-        assert self.runner is not None
         rows = self.own_rows.setdefault(row.request.id, {})
         if row.index not in rows:
             siblings = list(rows.values())
