@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,16 +29,23 @@ def record(run: Callable[[], None], device: torch.device, pool: Any = None) -> R
             run()
     torch.cuda.current_stream(device).wait_stream(side)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-    with _recording:
-        was_enabled = gc.isenabled()
-        gc.disable()  # a graph that is freed during a recording breaks it
-        try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads go on decoding
-                run()
-        except BaseException:
-            torch.cuda.set_stream(stream)  # torch stays on the stream of a recording that failed
-            raise
-        finally:
-            if was_enabled:
-                gc.enable()
+    try:
+        mode = "thread_local"  # other threads go on decoding
+        with _recording, _without_collections(), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
+            run()
+    except BaseException:
+        torch.cuda.set_stream(stream)  # torch stays on the stream of a recording that failed
+        raise
     return graph.replay
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage inside a `with` block: a graph that is freed during a recording breaks it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
