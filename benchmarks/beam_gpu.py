@@ -39,7 +39,7 @@ import monoblock as mb
 from monoblock.cli._bench.translation import TokenRows, pad_rows, random_sources
 from monoblock.inference import prepared_model
 from monoblock.inference.engine import Engine
-from monoblock.inference.limits import default_max_rows
+from monoblock.inference.prepared_model import default_max_rows
 from monoblock.inference.settings import Settings
 from monoblock.kernels.gpu_beams import attend_beams, attend_source, best_tokens
 from monoblock.nn.attention import attend
@@ -319,13 +319,13 @@ def profile_step(args: argparse.Namespace) -> None:
         seconds, _ = fastest(lambda model=model: run_monoblock(model, rows, settings, START, 2560), args.rounds)
         print(f"{name}: {len(rows) / seconds:,.0f} sentences/s, {1000 * seconds:.1f} ms")
         buffers = model._idle_pages[0].searches.idle[-1]
-        for visible, recording in buffers.recordings.items():
-            replay_seconds, _ = fastest(lambda recording=recording: [recording.replay() for _ in range(20)], 3)
+        for visible, replay in buffers.replays.items():
+            replay_seconds, _ = fastest(lambda replay=replay: [replay() for _ in range(20)], 3)
             print(f"{name}, {visible} positions: {50 * replay_seconds:.3f} ms a step")
         if DEVICE != "cuda":
             continue
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            recording.replay()
+            replay()
             synchronize()
         for kernel in sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)[:24]:
             print(f"{kernel.device_time_total:9.1f} us  {kernel.count:4d} ×  {kernel.key[:100]}")

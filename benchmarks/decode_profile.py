@@ -25,7 +25,7 @@ def time_replay(step: RecordedPass) -> tuple[float, float]:
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(MAX_STEPS):
-        step.recording.replay()
+        step.replay()
     host = time.perf_counter() - start
     torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - start) / MAX_STEPS, 1e3 * host / MAX_STEPS
@@ -63,7 +63,7 @@ def main() -> None:
     print("replayed step: {:.3f} ms, launch on the host {:.3f} ms".format(*time_replay(step)))
     rewind(step)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step.recording.replay()
+        step.replay()
         torch.cuda.synchronize()
     for kernel in sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)[: args.kernels]:
         print(f"{kernel.device_time_total:9.1f} us  {kernel.count:4d} ×  {kernel.key[:100]}")

@@ -53,7 +53,7 @@ def record_passes(monkeypatch):
             super().__init__(model, cache, shape, *args)
 
     monkeypatch.setattr(cuda, "RecordedPass", RecordedPass)
-    monkeypatch.setattr(cuda, "record", lambda run, device, pool: Graph(run))
-    monkeypatch.setattr(cuda_search, "record", lambda run, device: Graph(run))
+    monkeypatch.setattr(cuda, "record", lambda run, device, pool: Graph(run).replay)
+    monkeypatch.setattr(cuda_search, "record", lambda run, device: Graph(run).replay)
     monkeypatch.setattr(prepared_model, "supports_cuda_graph", lambda model: True)
     return shapes

@@ -210,3 +210,21 @@ def test_the_finish_reason_tells_the_limit_from_the_context():
         limit = engine.add([1] * 32, Settings(max_new_tokens=9, **options))
         last = drain(engine)[1]
         assert (last[full, 0].finish_reason, last[limit, 0].finish_reason) == ("context", "length")
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}, {"temperature": 1.0, "seed": 1}])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_each_token_of_a_prompt_is_scored_once(options, interrupted):
+    model, prompt = gpt(), [5, 7, 11, 2, 3, 9, 1]
+    engine = Engine(model, max_rows=6, prefill_chunk=2)
+    request = engine.add(prompt, Settings(max_new_tokens=3, score_prompt=True, **options))
+    outputs = [*engine.step(), *engine.step()]
+    if interrupted:  # a request that needs all rows takes the place of the other, whose prompt is half run
+        engine.add([4], Settings(max_new_tokens=2, num_beams=6, priority=1))
+    while engine.busy:
+        outputs += [output for output in engine.step() if output.request_id == request]
+    with torch.no_grad():
+        log_probs = model(torch.tensor([prompt]))[0].log_softmax(-1)
+    wanted = [float(log_probs[place, token]) for place, token in enumerate(prompt[1:])]
+    assert [score.logprob for score in outputs[0].prompt_scores] == pytest.approx(wanted, abs=1e-5)
+    assert not any(output.prompt_scores for output in outputs[1:])

@@ -9,8 +9,7 @@ pytest.importorskip("transformers")
 
 from transformers.generation import logits_process as theirs  # noqa: E402
 
-from monoblock.inference.filters import TokenHistory  # noqa: E402
-from monoblock.inference.sampler import Filters  # noqa: E402
+from monoblock.inference.sampler import Filters, TokenHistory  # noqa: E402
 from monoblock.inference.settings import Settings  # noqa: E402
 
 B, V, PROMPT, NEW = 7, 61, 17, 5

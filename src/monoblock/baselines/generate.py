@@ -22,18 +22,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from monoblock.baselines.lstm import EncoderMemory, LSTMState, Recurrent
 from monoblock.errors import InputError
 from monoblock.inference import generate
 from monoblock.inference.beam import BeamHypothesis, BeamSearches
 from monoblock.inference.evaluation_mode import evaluation_mode
-from monoblock.inference.filters import TokenHistory
-from monoblock.inference.prompt import Prompt, check_prompt, pad_right, parse_prompt
-from monoblock.inference.request import RequestOutput
-from monoblock.inference.sampler import Filters, run_processors
-from monoblock.inference.sampling import RandomStream, fresh_seed
+from monoblock.inference.prepared_model import ModelLimits, check_prompt, combine_limits
+from monoblock.inference.request import (
+    NAN_LOGITS,
+    Prompt,
+    RequestOutput,
+    pad_right,
+    parse_prompt,
+    random_streams,
+)
+from monoblock.inference.sampler import Filters, TokenHistory, run_processors
 from monoblock.inference.settings import Settings
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.tap import Tap
@@ -46,12 +50,12 @@ NO_DRAFT = "an LSTM cannot take back rejected tokens, as speculative decoding re
 class GenerateCall(generate.GenerateCall):
     """One call of `Recurrent.generate` or `stream`; it takes the options of a Transformer that an LSTM can honour."""
 
-    def __init__(self, model: Any, ids: Any, options: dict[str, Any]) -> None:
+    def __init__(self, model: Any, ids: Any, is_stream: bool, /, **options: Any) -> None:
         if not options.get("use_cache", True):
             raise InputError("an LSTM always decodes from its state; leave out use_cache=False")
         if options.get("draft") is not None or options.get("prompt_lookup"):
             raise InputError(NO_DRAFT)
-        super().__init__(model, ids, options)
+        super().__init__(model, ids, is_stream, **options)
 
     def make_engine(self, model: Any, *, longest: int, **_: Any) -> Decoder:
         return Decoder([model], tap=self.tap)
@@ -67,11 +71,10 @@ class Request:
     limit_reason: str  # why a sequence with max_new_tokens ends
 
     def __post_init__(self) -> None:
-        count, seed, is_sampled = self.settings.rows_per_prompt, self.settings.seed, self.settings.temperature > 0
+        count = self.settings.rows_per_prompt
         self.new: list[list[int]] = [[] for _ in range(count)]
         self.ended = [False] * count
-        seed = fresh_seed() if seed is None and is_sampled else seed or 0
-        self.streams = [RandomStream(seed, row) for row in range(count)] if is_sampled else None
+        self.streams = random_streams(self.settings)
 
     @property
     def is_done(self) -> bool:
@@ -95,27 +98,16 @@ class Request:
 class Decoder:
     """Decode requests in batches.  Several models, LSTMs and Transformers, average their log-probabilities."""
 
-    max_source: int | None = None  # an LSTM reads texts of any length
-
     def __init__(
         self, models: Sequence[Recurrent | Transformer], *, max_rows: int = MAX_ROWS, tap: Tap | None = None
     ) -> None:
         if tap is not None and not callable(tap):
             raise InputError(f"tap={tap!r:.60} is not valid; write a function (name, activation) -> activation or None")
-        self.models, self.max_rows, first = tuple(models), max_rows, models[0]
+        self.models, self.max_rows = tuple(models), max_rows
         self.members = [LSTMRows(m, tap) if isinstance(m, Recurrent) else TransformerRows(m) for m in models]
-        self.device, self.family, self.has_encoder = first.device, first.config.family, first.encoder is not None
-        source, self.vocab_size = first.config.vocab_sizes[0], first.config.vocab_sizes[-1]
-        self.source_vocab_size = source if self.has_encoder else None
-        for number, model in enumerate(models[1:], 2):
-            sizes = model.config.vocab_sizes
-            if (sizes[0], sizes[-1]) != (source, self.vocab_size):
-                raise InputError(
-                    f"model {number} of the ensemble has a vocabulary of {sizes[-1]} tokens and the first "
-                    f"{self.vocab_size}, for sources {sizes[0]} and {source}; give models with the same tokenizer"
-                )
-        contexts = [model.config.context for model in models if model.config.context is not None]
-        self.context = min(contexts, default=sys.maxsize)
+        self.limits = combine_limits([_limits_of(model) for model in models])
+        self.device = self.limits.device
+        self.context = sys.maxsize if self.limits.context is None else self.limits.context
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.searches: BeamSearches | None = None  # of the running requests, if they have beams
@@ -126,8 +118,8 @@ class Decoder:
         prompt = parse_prompt(ids, source)
         if settings.draft is not None:
             raise InputError(NO_DRAFT)
-        check_prompt(prompt, self, self.context)
-        settings.check_vocabulary(self.vocab_size)
+        check_prompt(prompt, self.limits, self.context)
+        settings.check_vocabulary(self.limits.vocab_size)
         room, reason = self.context - len(prompt.ids), "length"
         if settings.max_new_tokens > room:
             reason, shortest = "context", min(room, settings.min_new_tokens)
@@ -182,7 +174,7 @@ class Decoder:
         prompts = [request.prompt for request in new]
         logits = [member.start(prompts, settings.rows_per_prompt) for member in self.members]
         if any(one.isnan().any() for one in logits):
-            raise InputError("the logits of this model are NaN; its weights are damaged, or too large for the dtype")
+            raise InputError(NAN_LOGITS)
         return logits
 
     def _set_running(self, requests: list[Request]) -> None:
@@ -204,22 +196,21 @@ class Decoder:
         """Apply to logits (rows, V) what rules tokens out or depends on earlier ones, by the settings of each row."""
         history, counts = None, [len(request.new[row]) for request, row in self.rows]
         if self.filters.needs_history:
-            texts = [torch.tensor([*request.prompt.ids, *request.new[row]]) for request, row in self.rows]
-            padded = pad_sequence(texts, batch_first=True, padding_value=-1).to(self.device)
-            sizes = [list(map(len, texts)), [len(request.prompt.ids) for request, _ in self.rows]]
-            history = TokenHistory(padded, *torch.tensor(sizes, device=self.device))
+            texts = [[*request.prompt.ids, *request.new[row]] for request, row in self.rows]
+            history = TokenHistory.of(texts, [len(request.prompt.ids) for request, _ in self.rows], self.device)
         logits = self.filters.apply_constraints(logits, history, counts)
         if self.filters.has_processors:
             processed = list(logits.split(1))
             for number, (request, row) in enumerate(self.rows):
                 if request.settings.logits_processor and not request.is_done and not request.ended[row]:
-                    ids = texts[number][None].to(self.device)
+                    ids = torch.tensor([texts[number]], device=self.device)
                     processed[number] = run_processors(request.settings, ids, processed[number])
             logits = torch.cat(processed)
         return logits
 
     def _choose_tokens(self, logits: Tensor) -> list[RequestOutput]:
-        numbers = [0.0 if one.streams is None else one.streams[row][len(one.new[row])] for one, row in self.rows]
+        streams = [(request.streams[row], len(request.new[row])) for request, row in self.rows]
+        numbers = [0.0 if stream is None else stream[step] for stream, step in streams]
         uniforms = torch.tensor(numbers, dtype=torch.double, device=self.device)
         tokens = self.filters.choose(self._constrain(logits), uniforms).tolist()
         rows = zip(self.rows, tokens, strict=True)
@@ -241,6 +232,12 @@ class Decoder:
 
 def _shape(settings: Settings) -> tuple[int, int, int]:
     return settings.rows_per_prompt, settings.num_beams, settings.num_beam_groups
+
+
+def _limits_of(model: Recurrent | Transformer) -> ModelLimits:
+    config, has_encoder = model.config, model.encoder is not None
+    source = config.vocab_sizes[0] if has_encoder else None  # of any length
+    return ModelLimits(config.family, model.device, config.vocab_sizes[-1], config.context, has_encoder, source, None)
 
 
 class LSTMRows:

@@ -292,13 +292,13 @@ class Recurrent(nn.Module):
         """Return the prompts with their continuations, or the targets of sources, as `Transformer.generate` does."""
         from monoblock.baselines.generate import GenerateCall
 
-        return GenerateCall(self, ids, {**options}).run(return_scores=return_scores)
+        return GenerateCall(self, ids, False, **options).run(return_scores=return_scores)
 
     def stream(self, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
         """Yield the new tokens (B,) after each step; `options` are those of `generate`."""
         from monoblock.baselines.generate import GenerateCall
 
-        return GenerateCall(self, ids, {**options}).stream()
+        return GenerateCall(self, ids, True, **options).stream()
 
     @classmethod
     def from_pretrained(

@@ -168,16 +168,13 @@ class BeamSearches:
 
         Those of all searches that are done are read together.
         """
-        return self.finished_hypotheses(index)[: self.settings[index].num_return_sequences]
-
-    def finished_hypotheses(self, index: int) -> list[BeamHypothesis]:
-        """Return the finished hypotheses of a search, at most n of each group, best first."""
+        count = self.settings[index].num_return_sequences
         if not self.is_done[index]:
-            return self._read_hypotheses([index])[index] if self.lengths[index] else []
+            return self._read_hypotheses([index])[index][:count] if self.lengths[index] else []
         if index not in self.hypotheses:
             unread = [i for i, is_done in enumerate(self.is_done) if is_done and i not in self.hypotheses]
             self.hypotheses = self.hypotheses | self._read_hypotheses(unread)
-        return self.hypotheses[index]
+        return self.hypotheses[index][:count]
 
     def _read_hypotheses(self, indices: Sequence[int]) -> dict[int, list[BeamHypothesis]]:
         rows = torch.tensor(indices, dtype=torch.long, device=self.device)

@@ -25,10 +25,16 @@ from torch import Tensor
 
 from monoblock.errors import InputError, did_you_mean
 from monoblock.inference.beam import BeamHypothesis, BeamSearches
-from monoblock.inference.limits import combine_limits, default_num_pages, limits_of
 from monoblock.inference.pages import OutOfPages, PageCopies, Pages
-from monoblock.inference.prepared_model import GenerativeModel, PreparedModel, make_runner
-from monoblock.inference.prompt import check_prompt, parse_prompt
+from monoblock.inference.prepared_model import (
+    GenerativeModel,
+    PreparedModel,
+    check_prompt,
+    combine_limits,
+    default_num_pages,
+    limits_of,
+    make_runner,
+)
 from monoblock.inference.request import (
     NAN_LOGITS,
     PLAIN,
@@ -39,15 +45,16 @@ from monoblock.inference.request import (
     TokenScores,
     Variant,
     end_of_text,
+    parse_prompt,
 )
 from monoblock.inference.runners.cuda import MAX_STEPS, CudaRunner
 from monoblock.inference.runners.cuda_search import search_shape
 from monoblock.inference.runners.plain import Ensemble, RowPass, Runner, RunResult
-from monoblock.inference.sampler import Sampler, score_tokens
+from monoblock.inference.sampler import Sampler, accept, score_tokens
 from monoblock.inference.scheduler import MAX_STEP_TOKENS, Plan, Scheduler
 from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import Settings, check_count
-from monoblock.inference.speculative import Proposer, accept
+from monoblock.inference.speculative import Proposer
 from monoblock.inference.streaming_text import StreamingText
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
@@ -659,7 +666,8 @@ class Engine:
             reason = "stop" if tokens and tokens[-1] in request.settings.eos_token_id else request.limit_reason
             outputs.append(RequestOutput(request.id, index, tuple(tokens), reason, score))
         missing = range(len(outputs), request.settings.num_return_sequences)
-        return outputs + [RequestOutput(request.id, index, (), "no_hypothesis") for index in missing]
+        outputs += [RequestOutput(request.id, index, (), "no_hypothesis") for index in missing]
+        return [outputs[0]._replace(prompt_scores=tuple(request.prompt_scores)), *outputs[1:]]
 
     # -- all or nothing -------------------------------------------------------------------------------------------
 

@@ -5,20 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from torch import nn
 
-
-class Switched(NamedTuple):
-    """A model inside at least one `with` block."""
-
-    training: list[nn.Module]  # its modules that were in training mode
-    blocks: set[object]
-
-
 _lock = threading.Lock()
-_switched: dict[nn.Module, Switched] = {}
+_blocks: list[
+    tuple[nn.Module, list[nn.Module]]
+] = []  # the model of each open block, and the modules to restore after it
 
 
 @contextmanager
@@ -27,20 +20,22 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
     If several threads are in such a block with one model, the last one restores the modes.
     """
-    block = object()
+    switched: list[nn.Module] = []
+    block = model, switched
     try:
         with _lock:
-            if model not in _switched:
-                _switched[model] = Switched([module for module in model.modules() if module.training], set())
-            _switched[model].blocks.add(block)
-            for module in _switched[model].training:
-                module.training = False
+            _blocks.append(block)
+            for module in model.modules():
+                if module.training:
+                    switched.append(module)
+                    module.training = False
         yield
     finally:
         with _lock:
-            if (switched := _switched.get(model)) is not None:
-                switched.blocks.discard(block)
-                if not switched.blocks:
-                    for module in switched.training:
-                        module.training = True
-                    del _switched[model]
+            _blocks[:] = [other for other in _blocks if other is not block]
+            heir = next((modules for other, modules in _blocks if other is model), None)
+            if heir is not None:
+                heir += switched
+            else:
+                for module in switched:
+                    module.training = True

@@ -40,17 +40,10 @@ from monoblock.inference.fast_linear import (
 )
 from monoblock.inference.runners.cpu import CpuStack, fuse_encoder, fuse_stack
 from monoblock.inference.supported_models import NATIVE_NORMS
-from monoblock.kernels import gpu as kernels
+from monoblock.kernels import gpu as kernels, gpu_attention
 from monoblock.kernels.cpu.autograd import gelu_tanh_inference
 from monoblock.kernels.cpu.library import load_kernels
 from monoblock.kernels.gpu import ACTIVATION_CODES, Activations, NormInput
-from monoblock.kernels.gpu_attention import (
-    attend_pages,
-    attend_pages_exactly,
-    attend_source_pages,
-    attend_source_pages_exactly,
-    supports_pages,
-)
 from monoblock.kernels.gpu_beams import attend_beams, attend_source, supports_beams
 from monoblock.kernels.gpu_quantized import NextNorm, can_join_norm, has_kernel
 from monoblock.nn.attention import Attention, AttentionContext
@@ -76,7 +69,7 @@ from monoblock.quantization.cpu_linear import KERNEL_ROWS, KernelLinear, use_cpu
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear
 
 MIN_NATIVE_WEIGHTS = 2_000_000  # for smaller models, compiling the CPU kernels takes longer than they save
-MAX_EXPERT_TOKENS = 64  # for more, it is faster to run each expert on its tokens
+MAX_EXPERT_TOKENS = 64  # for more, it is faster to run each expert on its tokens, whose shapes are not fixed
 
 
 def build_fast_model(model: Transformer, *, fuse: bool | None = None, exact: bool = False) -> Transformer:
@@ -90,15 +83,14 @@ def build_fast_model(model: Transformer, *, fuse: bool | None = None, exact: boo
         on_gpu, is_quantized = model.device.type == "cuda", model.config.quantize is not None
         weights = sum(weight.numel() for weight in model.parameters())
         large = exact or is_quantized or weights >= MIN_NATIVE_WEIGHTS
-        native = large and is_cpu_fp32(model) and load_kernels().is_ready
+        is_cpu_fp32 = model.device.type == "cpu" and next(model.parameters()).dtype == torch.float32
+        native = large and is_cpu_fp32 and load_kernels().is_ready
         copied = use_cpu_kernels(model) if is_quantized else model
         copied = copy_sharing_weights(model).eval() if copied is model else copied
         choices = Choices(on_gpu if fuse is None else fuse, is_quantized and on_gpu, native and not is_quantized, exact)
         fast: Transformer = make_fast(copied, choices)
         if isinstance(fast.head, FastHead):
             fast.head.prepare(fast, choices)
-        if isinstance(fast.decoder, FastStack):
-            fast.decoder.is_exact = exact
         if native and isinstance(fast.decoder, FastStack):
             fast.decoder.cpu_stack = fuse_stack(fast.decoder)
             if isinstance(fast.encoder, FastStack):
@@ -109,11 +101,6 @@ def build_fast_model(model: Transformer, *, fuse: bool | None = None, exact: boo
                 if isinstance(module, KernelLinear):
                     module.is_exact = exact
         return fast
-
-
-def is_cpu_fp32(model: nn.Module) -> bool:
-    weight = next(iter(model.parameters()))
-    return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def make_fast(module: Any, choices: Choices) -> Any:
@@ -142,15 +129,9 @@ class FastNorm(Norm):
         ):
             return Activations(super().forward(x))
         centered = config.kind == "layer"
-        return kernels.norm(
-            x,
-            self.weight,
-            self.bias,
-            config.eps,
-            centered=centered,
-            cast_after_scale=centered or config.cast == "after_scale",
-            quantize=self.quantizes,
-        )
+        scales_first = centered or config.cast == "after_scale"
+        options = {"centered": centered, "cast_after_scale": scales_first, "quantize": self.quantizes}
+        return kernels.norm(x, self.weight, self.bias, config.eps, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(x).values
@@ -260,8 +241,8 @@ class FastAttention(Attention):
             return multiply(self.output, self._attend_pages(x, context, layer_cache), residual, next_norm)
         stored = layer_cache.stored() if isinstance(layer_cache, CrossAttentionCache) else None
         q, k, v = self._project(x, memory, stored)
-        if self._supports_beam_kernel(q, context, layer_cache):
-            heads = self._attend_beams(q, k, v, context, layer_cache)
+        if layer_cache is not None and self._supports_beam_kernel(q, context, layer_cache):
+            heads = self._attend_beams(q, k, v, context, layer_cache.keys, layer_cache.values)
         else:
             q = context.rotate(q)
             if stored is None:
@@ -304,43 +285,29 @@ class FastAttention(Attention):
         names = {term.name for term in mask.terms}
         is_simple = not names if is_source else "causal" in names and names <= {"causal", "window"}
         is_simple = is_simple and context.resolved_mask.matrix is None and self._is_plain(context)
-        return is_simple and size == self.config.value_size(self.width) and supports_pages(x, size)
+        return is_simple and size == self.config.value_size(self.width) and gpu_attention.supports_pages(x, size)
 
     def _attend_pages(
         self, x: Activations, context: AttentionContext, layer_cache: PagedLayer | PagedSource
     ) -> Activations:
         """Attend to the pages of each row or of its source, (B, T, H K); one kernel rotates, writes and attends."""
-        rows, pool, scale = layer_cache.rows, layer_cache.pool, self.config.scale
-        attend_own, attend_other = attend_pages_exactly, attend_source_pages_exactly
-        if not self.is_exact:
-            options: dict[str, Any] = {"quantize": reads_rounded(self.output), "finished": rows.counters}
-            attend_own, attend_other = partial(attend_pages, **options), partial(attend_source_pages, **options)
+        rows, pool = layer_cache.rows, layer_cache.pool
+        own: Callable[..., Activations] = gpu_attention.attend_pages
+        other: Callable[..., Activations] = gpu_attention.attend_source_pages
+        options: dict[str, Any] = {"scale": self.config.scale}
+        if self.is_exact:
+            own, other = gpu_attention.attend_pages_exactly, gpu_attention.attend_source_pages_exactly
+        else:
+            options |= {"quantize": reads_rounded(self.output), "finished": rows.counters}
         if isinstance(layer_cache, PagedSource):
-            assert pool.keys is not None
-            assert pool.values is not None
-            assert rows.source_tables is not None
-            assert rows.source_lengths is not None
             q = self.split_heads(multiply(self.query, x).values, self.config.heads, self.query_norm)
-            pages = (pool.keys, pool.values, rows.source_tables, rows.source_lengths, rows.counts)
-            return attend_other(q, *pages, scale=scale)
+            return other(q, pool.keys, pool.values, rows.source_tables, rows.source_lengths, rows.counts, **options)
         q, k, v = self._project(x, None, None)
-        keys, values = pool.allocate(rows.cache.count, k, k.shape[1], k.shape[3], v.shape[3])
-        angles = context.rotary_angles
-        return attend_own(
-            q,
-            k,
-            v,
-            keys,
-            values,
-            rows.tables,
-            rows.lengths,
-            rows.counts,
-            scale=scale,
-            cos=None if angles is None else angles.cos.contiguous(),
-            sin=None if angles is None else angles.sin.contiguous(),
-            layout=None if angles is None else "interleaved" if angles.interleaved else "halves",
-            window=self.config.window,
-        )
+        pages = pool.allocate(rows.cache.count, k, k.shape[1], k.shape[3], v.shape[3])
+        if (angles := context.rotary_angles) is not None:
+            layout = "interleaved" if angles.interleaved else "halves"
+            options |= {"cos": angles.cos.contiguous(), "sin": angles.sin.contiguous(), "layout": layout}
+        return own(q, k, v, *pages, rows.tables, rows.lengths, rows.counts, window=self.config.window, **options)
 
     def _is_plain(self, context: AttentionContext) -> bool:
         """Return whether scores are plain products of queries and keys."""
@@ -348,10 +315,10 @@ class FastAttention(Attention):
         return config.softcap is None and self.sinks is None and self.position_bias is None and context.bias is None
 
     def _supports_beam_kernel(
-        self, q: Tensor, context: AttentionContext, layer_cache: LayerCache | CrossAttentionCache | None
+        self, q: Tensor, context: AttentionContext, layer_cache: LayerCache | CrossAttentionCache
     ) -> bool:
         """Return whether there is a kernel for the beams q (S, H, n, K) of S searches: what they see is simple."""
-        if layer_cache is None or layer_cache.keys is None or layer_cache.values is None:
+        if layer_cache.keys is None or layer_cache.values is None:
             return False
         resolved, is_cross = context.resolved_mask, isinstance(layer_cache, CrossAttentionCache)
         if resolved.matrix is not None or (context.beams is None) != is_cross or q.shape[2] == 1:
@@ -363,19 +330,10 @@ class FastAttention(Attention):
         return is_simple and supports_beams(q, size, q.shape[2] * self.config.heads // groups)
 
     def _attend_beams(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        context: AttentionContext,
-        layer_cache: LayerCache | CrossAttentionCache | None,
+        self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, keys: Any, values: Any
     ) -> Tensor:
-        """Attend from the beams q (S, H, n, K) to their hypotheses, or to the cached source: (S, n, H K)."""
-        assert layer_cache is not None
-        keys, values, scale = layer_cache.keys, layer_cache.values, self.config.scale
-        assert keys is not None
-        assert values is not None
-        q = context.rotate(q)
+        """Attend from the beams q (S, H, n, K) to their cached hypotheses, or to the cached source: (S, n, H K)."""
+        q, scale = context.rotate(q), self.config.scale
         if context.beams is None:
             return attend_source(q, keys, values, context.resolved_mask.k.valid, scale=scale)
         return attend_beams(q, context.rotate(k), v, keys, values, *context.beams, scale=scale)
@@ -454,10 +412,10 @@ class FastStack(Stack):
 
     cpu_stack: CpuStack | None = None
     cpu_encoder: CpuStack | None = None
-    is_exact = False
 
     def __init__(self, plain: Stack, choices: Choices) -> None:
         take_over(self, plain)
+        self.is_exact = choices.exact
         self.next_norms = choose_next_norms(self) if choices.quantized else [{} for _ in self.layers]
 
     def forward(
@@ -492,19 +450,10 @@ class FastStack(Stack):
             sizes = (attention.num_kv_heads, attention.key_size(width), attention.value_size(width))
             pools.append(layer.allocate(rows.cache.count, x, *sizes))
         sources = [pool.tensors for pool in rows.cache.source_pools if pool is not None]
-        return operator.step(
-            x,
-            rows.lengths,
-            rows.counts,
-            rows.tables,
-            [keys for keys, _ in pools],
-            [values for _, values in pools],
-            [pool["keys"] for pool in sources],
-            [pool["values"] for pool in sources],
-            rows.source_tables,
-            rows.source_lengths,
-            exact=self.is_exact,
-        )
+        keys, values = zip(*pools, strict=True)
+        source = [pool["keys"] for pool in sources], [pool["values"] for pool in sources]
+        own = x, rows.lengths, rows.counts, rows.tables, keys, values
+        return operator.step(*own, *source, rows.source_tables, rows.source_lengths, exact=self.is_exact)
 
 
 def text_lengths(x: Tensor, positions: TokenPositions) -> Tensor | None:

@@ -12,29 +12,26 @@ from torch import Tensor
 
 from monoblock.errors import InputError
 from monoblock.inference.engine import MAX_BURST, Engine
+from monoblock.inference.evaluation_mode import evaluation_mode
 from monoblock.inference.fast_modules import MIN_NATIVE_WEIGHTS
-from monoblock.inference.limits import default_max_rows
-from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
-from monoblock.inference.prompt import parse_prompt
-from monoblock.inference.request import RequestOutput
+from monoblock.inference.prepared_model import GenerativeModel, default_max_rows, plain_model
+from monoblock.inference.request import Prompt, RequestOutput, pad_right, parse_prompt
+from monoblock.inference.sampler import score_tokens
 from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import NO_DRAFT_WITH_BEAMS, Settings, check_count, parse_settings, split_seeds
 from monoblock.inference.speculative import DraftModel, PromptLookup, Proposer
 from monoblock.inference.supported_models import reason_not_to_optimize
-from monoblock.inference.token_scores import score_tokens
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
+from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 
 LONG_JOB = 2_000  # new tokens for which a faster copy of the model pays
+MAX_SCORED = 8192  # tokens in one pass that scores texts, padding included
 LONG_BURST = 128  # steps before tokens are read, if no text can end before its maximum length
 
 
 def generate(
-    model: GenerativeModel,
-    ids: TokenRows,
-    *,
-    return_scores: bool = False,
-    **options: Unpack[ModelOptions],
+    model: GenerativeModel, ids: TokenRows, *, return_scores: bool = False, **options: Unpack[ModelOptions]
 ) -> Tensor | GeneratedTokens:
     """Continue prompts and return them with their new tokens.
 
@@ -46,7 +43,7 @@ def generate(
     The result has shape (B · num_return_sequences, T + N), where N is the largest number of new tokens; sequences with
     fewer tokens are padded at the end.  For an encoder-decoder, T is the length of decoder_input_ids, by default 1.
     """
-    return GenerateCall(model, ids, {**options}, waits_for_end=True).run(return_scores=return_scores)
+    return GenerateCall(model, ids, False, **options).run(return_scores=return_scores)
 
 
 def stream(model: GenerativeModel, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
@@ -54,48 +51,51 @@ def stream(model: GenerativeModel, ids: TokenRows, **options: Unpack[ModelOption
 
     A sequence that has ended yields the padding token.  The arguments are those of `generate`.
     """
-    return GenerateCall(model, ids, {**options}).stream()
+    return GenerateCall(model, ids, True, **options).stream()
 
 
 class GenerateCall:
-    """One call of `generate` or `stream`: it checks the options and adds the prompts to a new engine.
-
-    waits_for_end: whether only the whole texts are needed, so that a GPU may run many steps before Python reads tokens.
-    """
+    """One call of `generate` or `stream`: it checks the options and adds the prompts to a new engine."""
 
     def __init__(
         self,
         model: GenerativeModel,
         ids: TokenRows,
-        options: dict[str, Any],
+        is_stream: bool,
+        /,
         *,
-        waits_for_end: bool = False,
+        attention_mask: Tensor | None = None,
+        use_cache: bool = True,
+        tap: Tap | None = None,
+        draft: Any = None,
+        prompt_lookup: int | None = None,
+        truncation: str | None = None,
+        seed: int | Sequence[int] | None = None,
+        decoder_start_token_id: int | None = None,
+        decoder_input_ids: TokenRows | None = None,
+        **options: Any,
     ) -> None:
-        mask = options.pop("attention_mask", None)
-        use_cache, tap = options.pop("use_cache", True), options.pop("tap", None)
-        start = options.pop("decoder_start_token_id", None)
-        decoder_ids = options.pop("decoder_input_ids", None)
-        draft, lookup = options.pop("draft", None), options.pop("prompt_lookup", 0)
-        truncation = options.pop("truncation", None)
         if isinstance(draft, str):
             options["draft"], draft = draft, None
-        seeds = split_seeds(options.pop("seed", None), len(ids) if hasattr(ids, "__len__") else 0)
+        seeds = split_seeds(seed, len(ids) if hasattr(ids, "__len__") else 0)
         self.settings, self.ids, self.tap = parse_settings(options), ids, tap
-        self.model = plain = model.plain if isinstance(model, PreparedModel) else model
-        proposer = _make_proposer(model, draft, lookup, self.settings.draft)
-        if proposer is not None and self.settings.num_beams > 1:
-            raise InputError(NO_DRAFT_WITH_BEAMS)
-        inputs = read_prompts(ids, mask)
-        pad = self.settings.pad_token_id
+        self.model = plain_model(model)
+        if is_stream and self.settings.num_beams > 1:
+            raise InputError(
+                "beam search knows its text only at the end, so it cannot be streamed; write num_beams=1, or call "
+                "generate"
+            )
+        proposer = _make_proposer(model, draft, 0 if prompt_lookup is None else prompt_lookup, self.settings)
+        inputs, pad = read_prompts(ids, attention_mask), self.settings.pad_token_id
         self.pad_token = pad if pad is not None else (*self.settings.eos_token_id, 0)[0]
-        self.prompts: list[tuple[list[int], list[int] | None]] = [(row, None) for row in inputs]
         if truncation is not None:
-            context, has_encoder = plain.config.context, plain.encoder is not None
+            context, has_encoder = self.model.config.context, self.model.encoder is not None
             limit = truncated_length(truncation, self.settings.max_new_tokens, context, has_encoder=has_encoder)
-            self.prompts = [(row[-limit:] if limit is not None else row, None) for row in inputs]
-        if plain.encoder is not None and plain.decoder is not None:
-            first = start if start is not None else (pad if pad is not None else 0)
-            targets = [[first]] * len(inputs) if decoder_ids is None else read_prompts(decoder_ids, None)
+            inputs = [row if limit is None else row[-limit:] for row in inputs]
+        self.prompts: list[tuple[list[int], list[int] | None]] = [(row, None) for row in inputs]
+        if self.model.encoder is not None:
+            first = next((token for token in (decoder_start_token_id, pad) if token is not None), 0)
+            targets = [[first]] * len(inputs) if decoder_input_ids is None else read_prompts(decoder_input_ids, None)
             if len(targets) != len(inputs):
                 raise InputError(
                     f"decoder_input_ids has {len(targets)} rows for {len(inputs)} sources; give one for each source"
@@ -104,22 +104,25 @@ class GenerateCall:
         longest = max(len(prompt) for prompt, _ in self.prompts)
         if isinstance(proposer, DraftModel) and not proposer.fits_prompt(longest):
             proposer = None  # a draft changes only the speed, so decode without it
-        max_burst = LONG_BURST if waits_for_end and not self.settings.eos_token_id else MAX_BURST
+        # If no text can end before its maximum length, a GPU may run many steps before Python reads tokens.
+        max_burst = MAX_BURST if is_stream or self.settings.eos_token_id else LONG_BURST
         self.engine = self.make_engine(
             model, longest=longest, use_cache=use_cache, proposer=proposer, max_burst=max_burst
         )
         if isinstance(model, Transformer) and use_cache and tap is None:
             _point_out_optimize(model, len(inputs) * self.settings.rows_per_prompt * self.settings.max_new_tokens)
-        is_sampled, self.num_return_sequences = self.settings.temperature > 0, self.settings.num_return_sequences
-        self.request_ids = [
-            self.engine.add(prompt, replace(self.settings, seed=seed) if is_sampled else self.settings, source)
-            for (prompt, source), seed in zip(self.prompts, seeds, strict=True)
+        is_sampled = self.settings.temperature > 0
+        requests = [
+            self.engine.add(prompt, replace(self.settings, seed=own) if is_sampled else self.settings, source)
+            for (prompt, source), own in zip(self.prompts, seeds, strict=True)
         ]
-        self.sequences = [(id, index) for id in self.request_ids for index in range(self.num_return_sequences)]
+        count = self.settings.num_return_sequences
+        self.sequences = [(request, index) for request in requests for index in range(count)]
 
     def make_engine(self, model: Any, *, longest: int, **options: Any) -> Any:
         """Make the engine, or what decodes a model in its own way, for prompts of at most `longest` tokens."""
-        capacity = _required_capacity(self.model, longest, self.settings)
+        capacity, context = longest + self.settings.max_new_tokens, self.model.config.context
+        capacity = capacity if context is None else min(capacity, context)
         max_rows = max(default_max_rows(self.model, capacity), self.settings.rows_per_prompt)
         waits = len(self.prompts) * self.settings.rows_per_prompt > max_rows  # else all prompts begin at once
         return Engine(model, max_rows=max_rows, capacity=capacity, reuses_prefixes=waits, tap=self.tap, **options)
@@ -133,14 +136,6 @@ class GenerateCall:
         return GeneratedTokens(self.to_tensor(rows), self.score(rows)) if return_scores else self.to_tensor(rows)
 
     def stream(self) -> Iterator[Tensor]:
-        if self.settings.num_beams > 1:
-            raise InputError(
-                "beam search knows its text only at the end, so it cannot be streamed; write num_beams=1, or call "
-                "generate"
-            )
-        return self._stream()
-
-    def _stream(self) -> Iterator[Tensor]:
         pending: dict[tuple[int, int], list[int]] = {sequence: [] for sequence in self.sequences}
         finished: set[tuple[int, int]] = set()
         for outputs in self.steps():
@@ -162,43 +157,36 @@ class GenerateCall:
 
     def score(self, new: list[list[int]]) -> Tensor:
         """Return the log-probabilities (rows, N) of the new tokens, 0 for padding."""
-        prompts = [parse_prompt(*prompt) for prompt in self.prompts for _ in range(self.num_return_sequences)]
+        prompts = [parse_prompt(*prompt) for prompt in self.prompts for _ in range(self.settings.num_return_sequences)]
         alone = getattr(self.engine, "is_exact", False)  # then a row is scored in a pass of its own
-        parts = [slice(n, n + 1) for n in range(len(new))] if alone else [slice(None)]
-        rows = [row for part in parts for row in score_tokens(self.model, prompts[part], new[part], self.tap)]
-        longest = max(map(len, new))
-        return torch.tensor([row + [0.0] * (longest - len(row)) for row in rows], device=self.model.device)
+        return pad_right(score_texts(self.model, prompts, new, self.tap, alone=alone), self.model.device)[0]
 
     def to_tensor(self, new: list[list[int]]) -> Tensor:
         """Append `new`, the new tokens of each returned sequence, to the prompts; pad the result to one length."""
-        if isinstance(self.ids, Tensor) and self.prompts[0][1] is None:  # its padding and its dtype stay
-            longest = max(len(row) for row in new)
-            tail = [row + [self.pad_token] * (longest - len(row)) for row in new]
-            prompts = self.ids.repeat_interleave(self.num_return_sequences, 0)
-            return torch.cat((prompts, torch.tensor(tail, dtype=prompts.dtype, device=prompts.device)), 1)
-        starts = [ids for ids, _ in self.prompts for _ in range(self.num_return_sequences)]
+        count = self.settings.num_return_sequences
+        if isinstance(self.ids, Tensor) and self.model.encoder is None:  # its padding and its dtype stay
+            prompts = self.ids.repeat_interleave(count, 0)
+            return torch.cat((prompts, pad_right(new, prompts.device, self.pad_token)[0].to(prompts.dtype)), 1)
+        starts = [ids for ids, _ in self.prompts for _ in range(count)]
         rows = [[*ids, *tokens] for ids, tokens in zip(starts, new, strict=True)]
-        longest = max(len(row) for row in rows)
         device = self.ids.device if isinstance(self.ids, Tensor) else self.model.device
-        return torch.tensor([row + [self.pad_token] * (longest - len(row)) for row in rows], device=device)
+        return pad_right(rows, device, self.pad_token)[0]
 
 
-def _make_proposer(
-    model: GenerativeModel,
-    draft: GenerativeModel | None,
-    lookup: int | None,
-    self_draft_kind: str | None,
-) -> Proposer | None:
-    lookup = 0 if lookup is None else lookup
+def _make_proposer(model: GenerativeModel, draft: Any, lookup: int, settings: Settings) -> Proposer | None:
     check_count("prompt_lookup", lookup, 0)
-    if lookup and (draft is not None or self_draft_kind is not None):
+    if draft is None and settings.draft is None and not lookup:
+        return None
+    if settings.num_beams > 1:
+        raise InputError(NO_DRAFT_WITH_BEAMS)
+    if lookup and (draft is not None or settings.draft is not None):
         raise InputError(
             "draft and prompt_lookup are two ways to propose tokens for speculative decoding; give one of them"
         )
-    if self_draft_kind is not None:
-        return make_self_draft(model, self_draft_kind)
+    if settings.draft is not None:
+        return make_self_draft(model, settings.draft)
     if draft is None:
-        return PromptLookup(lookup) if lookup else None
+        return PromptLookup(lookup)
     proposer = DraftModel(draft)
     vocab_size, draft_size = (decoder.config.target_input.vocab for decoder in (model, draft))  # type: ignore[union-attr]
     if vocab_size != draft_size:
@@ -258,12 +246,44 @@ def truncated_length(
     return None if context is None else max(context - max_new_tokens, context // 2, 1)
 
 
-def _required_capacity(model: Transformer, longest: int, settings: Settings) -> int:
-    length = longest + settings.max_new_tokens
-    limit = model.config.context
-    if limit is not None and longest >= limit:
-        raise InputError(
-            f"a prompt of {longest} tokens leaves no room for new tokens in the model's context of {limit} tokens; "
-            f"shorten the prompt"
-        )
-    return length if limit is None else min(length, limit)
+# -- scores ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def score_texts(
+    model: Any, prompts: Sequence[Prompt], new: Sequence[Sequence[int]], tap: Tap | None = None, *, alone: bool = False
+) -> list[list[float]]:
+    """Return the log-probability of each new token after its prompt, one list for each prompt.
+
+    It is the probability in the distribution of the model itself: temperature, filters and forced tokens do not count.
+    Passes of the model over whole sequences compute it, so that every backend gives the same scores.
+
+    alone: whether every row has a pass of its own.
+    """
+    scores: list[list[float]] = []
+    texts = [(prompt, tokens) for prompt, tokens in zip(prompts, new, strict=True)]
+    with evaluation_mode(model):
+        while len(scores) < len(texts):
+            rows, longest = list[tuple[Prompt, Sequence[int]]](), 0
+            for prompt, tokens in texts[len(scores) :]:
+                longest = max(longest, len(prompt.ids) + len(prompt.source or ()) + len(tokens))
+                if rows and (alone or longest * (len(rows) + 1) > MAX_SCORED):
+                    break
+                rows.append((prompt, tokens))
+            scores += _score_rows(model, rows, tap)
+    return scores
+
+
+def _score_rows(model: Any, rows: Sequence[tuple[Prompt, Sequence[int]]], tap: Tap | None) -> list[list[float]]:
+    ids, mask = pad_right([(*prompt.ids, *tokens[:-1]) for prompt, tokens in rows], model.device)
+    # The logits at the last token of the prompt predict the first new token.
+    starts = torch.tensor([[len(prompt.ids) - 1] for prompt, _ in rows], device=model.device)
+    count = max(1, *(len(tokens) for _, tokens in rows))
+    at = (starts + torch.arange(count, device=model.device)).clamp(max=ids.shape[1] - 1)
+    if model.encoder is None:
+        logits = model(ids, mask, logits_at=at, tap=tap)
+    else:
+        source, source_mask = pad_right([prompt.source or () for prompt, _ in rows], model.device)
+        logits = model(source, ids, source_mask, mask, logits_at=at, tap=tap)
+    pairs = zip(logits, (tokens for _, tokens in rows), strict=True)
+    return [[one.logprob for one in score_tokens(own[: len(tokens)], tokens)] for own, tokens in pairs]

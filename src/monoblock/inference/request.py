@@ -1,17 +1,19 @@
-"""A request while it is decoded: its prompt and settings, its rows in the batch, and why each of them ended."""
+"""A request: its prompt and settings, its rows in the batch while it is decoded, and why each of them ended."""
 
 from __future__ import annotations
 
 import hashlib
+import operator
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from monoblock.inference.prompt import Prompt
-from monoblock.inference.sampling import RandomStream, fresh_seed
+from monoblock.errors import InputError
 from monoblock.inference.settings import Settings
 from monoblock.nn.kv_cache.paged import PAGE_SIZE
 
@@ -22,7 +24,45 @@ FINISH_REASONS = {
     "no_hypothesis": "beam search has found fewer hypotheses than num_return_sequences",
     "error": "the request has failed",
 }
+DRAW_SIZE = 64  # random numbers drawn at a time
 NAN_LOGITS = "the logits of this model are NaN; its weights are damaged, or too large for the dtype"
+
+
+class Prompt(NamedTuple):
+    """The token ids that a sequence starts with and, for an encoder-decoder, the token ids of the encoder's input."""
+
+    ids: tuple[int, ...]
+    source: tuple[int, ...] | None = None
+
+
+def pad_right(
+    rows: Sequence[Sequence[float]], device: torch.device, padding: float = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Pad rows of token ids on the right to one tensor (B, T); return it and the mask (B, T) of valid tokens.
+
+    The mask is None if no row had to be padded.
+    """
+    lengths = [len(row) for row in rows]
+    longest = max(lengths)
+    ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=device)
+    if min(lengths) == longest:
+        return ids, None
+    return ids, torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]
+
+
+def parse_prompt(ids: Sequence[int], source: Sequence[int] | None = None) -> Prompt:
+    """Build a prompt from sequences of token ids; raise InputError if an element is not a whole number."""
+    return Prompt(_token_ids(ids, "the prompt"), None if source is None else _token_ids(source, "the source"))
+
+
+def _token_ids(ids: Sequence[int], name: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, ids))
+    except (TypeError, ValueError):
+        raise InputError(f"{name} must be a sequence of token ids, which are whole numbers: [5, 7, 11]") from None
+
+
+# -- what an engine returns -------------------------------------------------------------------------------------------
 
 
 class TokenScores(NamedTuple):
@@ -71,6 +111,33 @@ class Variant:
 
 
 PLAIN = Variant()
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+class RandomStream:
+    """Uniform random numbers in [0, 1) for the steps of one sequence, indexed by the number of the step.
+
+    They depend only on `seed` and on `stream`, the index of the sequence.
+    """
+
+    def __init__(self, seed: int, stream: int = 0) -> None:
+        self.generator = np.random.Generator(np.random.Philox(key=[seed, stream]))
+        self.buffer: list[float] = []
+
+    def __getitem__(self, step: int) -> float:
+        while step >= len(self.buffer):
+            self.buffer += self.generator.random(DRAW_SIZE).tolist()
+        return self.buffer[step]
+
+
+def random_streams(settings: Settings) -> list[RandomStream | None]:
+    """Return the random numbers of each row of a request, None if decoding is greedy."""
+    if settings.temperature == 0:
+        return [None] * settings.rows_per_prompt
+    seed = settings.seed if settings.seed is not None else int(torch.randint(2**62, ()))  # as torch.manual_seed says
+    return [RandomStream(seed, row) for row in range(settings.rows_per_prompt)]
 
 
 @dataclass(eq=False)
@@ -131,9 +198,8 @@ class Request:
         self.id, self.prompt, self.settings, self.variant = request_id, prompt, settings, variant
         self.token_budget = token_budget  # maximum number of new tokens, by max_new_tokens and the context
         self.limit_reason = limit_reason  # the finish reason of a sequence that reaches the budget
-        seed = fresh_seed() if settings.seed is None and settings.temperature > 0 else settings.seed or 0
-        streams = [RandomStream(seed, n) if settings.temperature > 0 else None for n in range(settings.rows_per_prompt)]
-        self.rows = [Row(self, index, list(prompt.ids), random_stream=one) for index, one in enumerate(streams)]
+        streams = enumerate(random_streams(settings))
+        self.rows = [Row(self, index, list(prompt.ids), random_stream=stream) for index, stream in streams]
         self.root_digest = _digest([repr(part).encode() for part in (*root, prompt.source)])
         self.source_number: int | None = None  # of its row in the pages of sources
         self.is_started = False  # whether its prompt has been run: all its rows have tokens of their own

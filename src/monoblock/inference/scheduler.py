@@ -176,6 +176,8 @@ class Scheduler:
             plan.admitted.remove(last)
         self.drop(last)
         self.add(last)
+        if not last.is_started:  # its prompt will be run, and scored, from the beginning
+            last.prompt_scores = []
         return last
 
     # -- after a step ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from math import gcd
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -69,50 +69,46 @@ class Settings:
     logits_processor: tuple[LogitsProcessor, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "logits_processor", _processor_tuple(self.logits_processor))
+        if not (self.bad_words_ids is None or _is_collection(self.bad_words_ids)):
+            value = show(self.bad_words_ids)
+            raise InputError(f"bad_words_ids={value} is not valid; write a list of words: [[3], [4, 5]]")
+        converted: dict[str, object] = {name: _several(getattr(self, name)) for name in ("stop", "logits_processor")}
         for name in ("eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
-            object.__setattr__(self, name, _token_tuple(name, getattr(self, name)))
-        object.__setattr__(self, "stop", _stop_tuple(self.stop))
-        object.__setattr__(self, "logit_bias", _check_bias(self.logit_bias))
-        words = () if self.bad_words_ids is None else self.bad_words_ids
-        if not _is_collection(words):
-            raise InputError(f"bad_words_ids={show(words)} is not valid; write a list of words: [[3], [4, 5]]")
-        object.__setattr__(self, "bad_words_ids", tuple(_token_tuple("bad_words_ids", word) for word in words))
-        self._check_numbers()
+            converted[name] = _token_tuple(name, getattr(self, name))
+        converted["bad_words_ids"] = tuple(_token_tuple("bad_words_ids", word) for word in _several(self.bad_words_ids))
+        converted["logit_bias"] = _check_bias(self.logit_bias)
+        for name, several in converted.items():
+            object.__setattr__(self, name, several)
+        self._check_values()
         self._check_combinations()
-        given = {field.name for field in fields(self)}
-        given -= {name for name in given if isinstance(getattr(self, name), (DefaultInt, DefaultFloat))}
-        check_effects(self, given)
+        switches = {"temperature": self.temperature, "num_beams": self.num_beams}
+        given = [name for name, value in switches.items() if not isinstance(value, (DefaultInt, DefaultFloat))]
+        check_effects(self, (*given, *SAMPLING_OPTIONS, *BEAM_OPTIONS))
 
-    def _check_numbers(self) -> None:
-        for name, minimum in MINIMUMS.items():
-            check_count(name, getattr(self, name), minimum, MAXIMUMS.get(name, MAX_COUNT))
+    def _check_values(self) -> None:
+        for name, (minimum, maximum) in COUNTS.items():
+            value = getattr(self, name)
+            if not (value is None and getattr(Settings, name) is None):
+                check_count(name, value, minimum, maximum)
         for name, (low, high, advice) in RANGES.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
                 raise InputError(f"{name}={show(value)} is not valid; {advice}")
-        if not isinstance(self.early_stopping, bool | str) or self.early_stopping not in (True, False, "never"):
-            raise InputError(f"early_stopping={show(self.early_stopping)} is not valid; write True, False or 'never'")
-        if not isinstance(self.length_penalty_form, str) or self.length_penalty_form not in LENGTH_OFFSETS:
-            forms = " or ".join(map(repr, LENGTH_OFFSETS))
-            raise InputError(f"length_penalty_form={show(self.length_penalty_form)} is not valid; write {forms}")
-        if not isinstance(self.score_prompt, bool):
-            raise InputError(f"score_prompt={show(self.score_prompt)} is not valid; write True or False")
-        if self.logprobs is not None:
-            check_count("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.draft is not None and (not isinstance(self.draft, str) or self.draft not in DRAFT_KINDS):
-            kinds = " or ".join(map(repr, DRAFT_KINDS))
-            raise InputError(
-                f"draft={show(self.draft)} is not valid; write {kinds} for a quantized copy of the model, "
-                f"or give another Transformer"
-            )
-        if len(self.bad_words_ids) > MAX_BAD_WORDS:
-            raise InputError(f"bad_words_ids has {len(self.bad_words_ids)} words; give at most {MAX_BAD_WORDS}")
-        if any(not word for word in self.bad_words_ids):
+        for name, (choices, advice) in CHOICES.items():
+            value = getattr(self, name)
+            if not isinstance(value, (bool, str, type(None))) or value not in choices:
+                raise InputError(f"{name}={show(value)} is not valid; {advice}")
+        for name, words, maximum in (("bad_words_ids", "words", MAX_BAD_WORDS), ("stop", "strings", MAX_STOPS)):
+            if len(getattr(self, name)) > maximum:
+                raise InputError(f"{name} has {len(getattr(self, name))} {words}; give at most {maximum}")
+        if () in self.bad_words_ids:
             raise InputError("bad_words_ids contains an empty word, which rules out nothing; leave it out")
-        for name in ("forced_bos_token_id", "forced_eos_token_id", "pad_token_id", "seed"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), 0, SEED_LIMIT - 1 if name == "seed" else MAX_COUNT)
+        if not all(isinstance(stop, str) and stop for stop in self.stop):
+            raise InputError(
+                f"stop={show(self.stop)} is not valid; write a string that is not empty, or a list of such strings"
+            )
+        if not all(map(callable, self.logits_processor)):
+            raise InputError("logits_processor must be a function (ids, logits) -> logits, or a list of such functions")
 
     def _check_combinations(self) -> None:
         """Raise InputError for options that contradict each other."""
@@ -183,29 +179,27 @@ class Settings:
                     raise InputError(f"{name} contains token id {token}, but the vocabulary ends at {size - 1}")
 
 
-DRAFT_KINDS = ("8-bit", "4-bit")
+DRAFT_BITS: dict[str, Literal[4, 8]] = {"8-bit": 8, "4-bit": 4}
 SEED_LIMIT = 2**63
 MAX_COUNT = 2**31 - 1
-MAXIMUMS = {"num_beams": 1024, "num_beam_groups": 1024, "num_return_sequences": 1024}
 MAX_BAD_WORDS = 10_000
-MAX_LOGPROBS = 100
 MAX_STOPS = 100
-# Options that have an effect only in sampling and only in beam search, with the values that switch them off.
-SAMPLING_OPTIONS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
-BEAM_OPTIONS = {"length_penalty": 1.0, "length_penalty_form": "length", "early_stopping": False}
+# Options that have an effect only in sampling and only in beam search, unless they have their defaults.
+SAMPLING_OPTIONS = ("top_k", "top_p", "min_p", "typical_p")
+BEAM_OPTIONS = ("length_penalty", "length_penalty_form", "early_stopping")
 LENGTH_OFFSETS = {"length": 0, "gnmt": 5}  # what `length_divisor` adds to a length
 NO_DRAFT_WITH_BEAMS = (
     "speculative decoding works on single sequences, not on beams; write num_beams=1 or leave out the draft"
 )
-MINIMUMS = {
-    "max_new_tokens": 1,
-    "min_new_tokens": 0,
-    "top_k": 0,
-    "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "num_return_sequences": 1,
-    "priority": -MAX_COUNT,
+# Whole numbers, with the least and the greatest value; those whose default is None may be None.
+COUNTS = {
+    "max_new_tokens": (1, MAX_COUNT),
+    **dict.fromkeys(("min_new_tokens", "top_k", "no_repeat_ngram_size"), (0, MAX_COUNT)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "pad_token_id"), (0, MAX_COUNT)),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1, 1024)),
+    "priority": (-MAX_COUNT, MAX_COUNT),
+    "logprobs": (0, 100),
+    "seed": (0, SEED_LIMIT - 1),
 }
 RANGES = {
     "temperature": (0.0, 1e4, "write 0 for greedy decoding, about 0.8 for varied text"),
@@ -217,6 +211,15 @@ RANGES = {
     "repetition_penalty": (1e-3, 1e3, "write 1 for no penalty, about 1.2 to discourage repetition"),
     "diversity_penalty": (0.0, 1e6, "write 0 or more"),
     "length_penalty": (-50, 50, "write 0 for no penalty, above 0 to prefer long texts"),
+}
+CHOICES = {
+    "early_stopping": ((True, False, "never"), "write True, False or 'never'"),
+    "length_penalty_form": (tuple(LENGTH_OFFSETS), "write 'length' or 'gnmt'"),
+    "score_prompt": ((True, False), "write True or False"),
+    "draft": (
+        (None, *DRAFT_BITS),
+        "write '8-bit' or '4-bit' for a quantized copy of the model, or give another Transformer",
+    ),
 }
 
 
@@ -241,29 +244,18 @@ def _is_collection(value: object) -> bool:
     return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes)
 
 
-def _token_tuple(name: str, value: int | Sequence[int] | None) -> tuple[int, ...]:
+def _several(value: Any) -> tuple[Any, ...]:
+    """Return one value, several or None as a tuple."""
+    return tuple(value) if _is_collection(value) else () if value is None else (value,)
+
+
+def _token_tuple(name: str, value: object) -> tuple[int, ...]:
     """Convert one token id, several token ids or None to a tuple; `name` is the option that an error mentions."""
-    tokens: tuple[object, ...] = () if value is None else (value,)
-    if isinstance(value, Sequence | Set) and _is_collection(value):
-        tokens = tuple(value)
+    tokens = _several(value)
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_COUNT:
             raise InputError(f"{name}={show(value)} is not valid; token ids are whole numbers, 0 or more: [3, 4]")
-    return cast(tuple[int, ...], tokens)
-
-
-def _stop_tuple(value: object) -> tuple[str, ...]:
-    """Convert one stop string, several or None to a tuple."""
-    stops: tuple[Any, ...] = (value,) if isinstance(value, str) else () if value is None else (value,)
-    if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):
-        stops = tuple(value)
-    if not all(isinstance(stop, str) and stop for stop in stops):
-        raise InputError(
-            f"stop={show(value)} is not valid; write a string that is not empty, or a list of such strings"
-        )
-    if len(stops) > MAX_STOPS:
-        raise InputError(f"stop has {len(stops)} strings; give at most {MAX_STOPS}")
-    return stops
+    return tokens
 
 
 def _check_bias(value: object) -> dict[int, float]:
@@ -307,27 +299,20 @@ def check_effects(settings: Settings, explicit: Collection[str]) -> None:
     """
     is_greedy = not settings.temperature and "temperature" not in explicit
     has_beams = settings.num_beams > 1 or "num_beams" in explicit
-    for name in explicit:
-        if name in SAMPLING_OPTIONS and is_greedy and getattr(settings, name) != SAMPLING_OPTIONS[name]:
+    for name in (*SAMPLING_OPTIONS, *BEAM_OPTIONS):
+        value = getattr(settings, name)
+        if name not in explicit or value == getattr(Settings, name):
+            continue
+        if name in SAMPLING_OPTIONS and is_greedy:
             raise InputError(
-                f"{name}={show(getattr(settings, name))} limits sampling, but without a temperature the most probable "
-                f"token is always taken; write temperature=1 too, or leave out {name}"
+                f"{name}={show(value)} limits sampling, but without a temperature the most probable token is always "
+                f"taken; write temperature=1 too, or leave out {name}"
             )
-        if name in BEAM_OPTIONS and not has_beams and getattr(settings, name) != BEAM_OPTIONS[name]:
+        if name in BEAM_OPTIONS and not has_beams:
             raise InputError(
-                f"{name}={show(getattr(settings, name))} ranks the hypotheses of a beam search; "
+                f"{name}={show(value)} ranks the hypotheses of a beam search; "
                 f"write num_beams=4 too, or leave out {name}"
             )
-
-
-def _processor_tuple(value: object) -> tuple[LogitsProcessor, ...]:
-    """Convert one function, several functions or None to a tuple."""
-    if value is None:
-        return ()
-    processors: tuple[Any, ...] = tuple(value) if isinstance(value, Sequence) else (value,)
-    if not all(map(callable, processors)):
-        raise InputError("logits_processor must be a function (ids, logits) -> logits, or a list of such functions")
-    return processors
 
 
 def split_seeds(seed: object, count: int) -> list[int | None]:

@@ -1,9 +1,9 @@
 """Speculative decoding (Leviathan et al. 2023): a fast proposer proposes tokens, the model checks them in one pass.
 
 A proposal is accepted if it is exactly the token that the model would have chosen there: the best one or, in sampling,
-the one that the uniform random number of this step selects (sampling.py).  So the text is the one that the model alone
-would generate; only the number of passes differs.  A draft model samples with the same uniform numbers, so that it
-often proposes the model's token if the two distributions are similar.
+the one that the uniform random number of this step selects (`accept` in sampler.py).  So the text is the one that the
+model alone would generate; only the number of passes differs.  A draft model samples with the same uniform numbers, so
+that it often proposes the model's token if the two distributions are similar.
 
     DraftModel(small_model)   proposes with a second model of the same vocabulary, such as a quantized copy of the first
     PromptLookup()            proposes the tokens that followed when the last few tokens occurred before (Saxena 2023)
@@ -12,17 +12,15 @@ often proposes the model's token if the two distributions are similar.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
-
-from torch import Tensor
 
 from monoblock.errors import InputError, with_article
 from monoblock.inference.pages import OutOfPages, Pages
 from monoblock.inference.prepared_model import GenerativeModel, PreparedModel, make_runner
-from monoblock.inference.request import Request, Row, end_of_text
-from monoblock.inference.runners.plain import RowPass, Runner
+from monoblock.inference.request import Request, Row
+from monoblock.inference.runners.plain import RowPass
 from monoblock.inference.sampler import Sampler
 from monoblock.inference.settings import check_count
 from monoblock.nn.arguments import check_model
@@ -32,63 +30,24 @@ MAX_DRAFT_ROWS = 512
 MAX_DRAFT_PAGES = 1 << 16
 
 
-class Proposer(Protocol):
+class Proposer:
     """An object that proposes the next tokens of rows."""
 
     def check_prompt(self, length: int) -> None:
         """Raise InputError if the proposer cannot propose tokens for a prompt of this length."""
-        ...
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[list[int]]:
         """Propose next tokens of each row, at most as many as its limit."""
-        ...
+        raise NotImplementedError
 
     def learn(self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
         """Note how many proposals have been accepted; `row.tokens` has them, and the token after them, by now."""
-        ...
 
     def forget(self, request: Request) -> None:
         """Note that a request has ended."""
-        ...
 
 
-def accept(
-    sampler: Sampler, rows: Sequence[Row], proposed: Sequence[Sequence[int]], logits: Tensor
-) -> tuple[list[list[int]], dict[int, Exception]]:
-    """Return the model's next tokens of each row, up to and including the first that differs from its proposal.
-
-    logits: those after the newest token of each row and after each of its proposals, one row after the other.
-    A row whose logits processor has failed is in the second result, with the error.
-    """
-    first, chosen, failed = [0], [list[int]() for _ in rows], dict[int, Exception]()
-    for tokens in proposed:
-        first.append(first[-1] + 1 + len(tokens))
-    best: list[int] | None = None
-    filters = sampler.filters_of(rows)
-    if filters.is_stateless and not filters.has_sampling and len(logits) > len(rows):
-        best = filters.choose(logits, logits[:, 0]).tolist()
-    alive, position = list(range(len(rows))), 0
-    while alive:
-        if best is not None:
-            tokens = [best[first[index] + position] for index in alive]
-        else:
-            seen = logits if len(alive) == len(logits) else logits[[first[index] + position for index in alive]]
-            ahead = [proposed[index][:position] for index in alive] if position else None
-            tokens, problems = sampler.choose([rows[index] for index in alive], seen, ahead)
-            failed |= {alive[number]: problem for number, problem in problems.items()}
-        goes_on = []
-        for index, token in zip(alive, tokens, strict=True):
-            if index in failed:
-                continue
-            chosen[index].append(token)
-            is_proposed = list(proposed[index][position : position + 1]) == [token]
-            if is_proposed and end_of_text(rows[index], chosen[index])[1] is None:
-                goes_on.append(index)
-        alive, position = goes_on, position + 1
-    return chosen, failed
-
-
-class PromptLookup:
+class PromptLookup(Proposer):
     """Propose the tokens that followed when the last few tokens of a row occurred before, in the prompt or later.
 
     This is useful for texts that quote their prompt.  At most `max_ngram` of the last tokens are compared.
@@ -98,15 +57,6 @@ class PromptLookup:
         check_count("num_proposals", num_proposals, 1)
         check_count("max_ngram", max_ngram, 1)
         self.num_proposals, self.max_ngram = num_proposals, max_ngram
-
-    def check_prompt(self, length: int) -> None:
-        """Do nothing."""
-
-    def learn(self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
-        """Do nothing: a prompt lookup keeps no state."""
-
-    def forget(self, request: Request) -> None:
-        """Do nothing."""
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[list[int]]:
         limits = [min(self.num_proposals, limit) for limit in limits]
@@ -125,7 +75,7 @@ class PromptLookup:
         return []
 
 
-class DraftModel:
+class DraftModel(Proposer):
     """Propose up to `max_proposals` tokens with a faster model than the main model.
 
     The tokens are chosen by the settings and uniform numbers of each row, as the main model chooses them.  After
@@ -144,46 +94,38 @@ class DraftModel:
         if model.config.decoder is None:
             raise InputError(f"{with_article(model.config.family)} model cannot generate text; give a decoder as draft")
         self.model, self.max_proposals, self.max_checked = model, max_proposals, max_checked
+        self.context = sys.maxsize if model.config.context is None else model.config.context
         self.num_proposals = max_proposals  # how many tokens the next call proposes
         self.proposed = self.accepted = 0  # numbers of tokens, of all rows together
-        self.runner: Runner | None = None
         self.pages, self.sources = Pages(MAX_DRAFT_PAGES, MAX_DRAFT_ROWS), Pages(MAX_DRAFT_PAGES, MAX_DRAFT_ROWS)
+        self.runner = make_runner(model, self.pages, self.sources)
         self.own_rows: dict[int, dict[int, Row]] = {}  # by request and index: rows with the same tokens, in own pages
         self.sampler = Sampler(model.device)
 
     def fits_prompt(self, length: int) -> bool:
         """Return whether a prompt of this length leaves room for a proposal in the draft model's context."""
-        limit = self.model.config.context
-        return limit is None or length < limit
+        return length < self.context
 
     def check_prompt(self, length: int) -> None:
         if not self.fits_prompt(length):
-            limit = self.model.config.context
             raise InputError(
-                f"a prompt of {length} tokens is too long for the draft model's context of {limit} tokens; "
+                f"a prompt of {length} tokens is too long for the draft model's context of {self.context} tokens; "
                 f"leave out the draft"
             )
 
     def forget(self, request: Request) -> None:
-        rows = self.own_rows.pop(request.id, {})
-        for row in rows.values():
-            assert row.number is not None
-            self.pages.drop(row.number)
-        for row in list(rows.values())[:1]:
-            if row.request.source_number is not None:
+        for row in self.own_rows.pop(request.id, {}).values():
+            self.pages.drop(row.place)
+            if row.request.source_number is not None:  # the rows of a request share its source
                 self.sources.drop(row.request.source_number)
+                row.request.source_number = None
 
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[list[int]]:
-        if self.runner is None:
-            self.runner = make_runner(self.model, self.pages, self.sources)
         count = self.num_proposals
         if self.max_checked is not None and self.max_checked // len(rows) >= 2:
             count = min(count, self.max_checked // len(rows) - 1)
-        context = self.model.config.context
-        room = [
-            limit if context is None else context - len(row.tokens) for row, limit in zip(rows, limits, strict=True)
-        ]
-        wanted = [max(0, min(count, *pair)) for pair in zip(limits, room, strict=True)]
+        rooms = [self.context - len(row.tokens) for row in rows]
+        wanted = [max(0, min(count, limit, room)) for limit, room in zip(limits, rooms, strict=True)]
         proposed: list[list[int]] = [[] for _ in rows]
         with self.runner.inference():
             try:
@@ -197,7 +139,6 @@ class DraftModel:
 
     def _propose_next(self, rows: Sequence[Row], proposed: Sequence[list[int]]) -> None:
         """Append one more proposal to those of each row."""
-        assert self.runner is not None
         numbers = [row.place for row in rows]
         starts = self.pages.lengths[numbers].tolist()
         tokens = [[*row.tokens, *more][start:] for row, more, start in zip(rows, proposed, starts, strict=True)]
@@ -211,7 +152,6 @@ class DraftModel:
 
     def _own_row(self, row: Row) -> Row:
         """Return the draft model's row with the tokens of a row, made when it is first asked for."""
-        assert self.runner is not None
         rows = self.own_rows.setdefault(row.request.id, {})
         if row.index not in rows:
             siblings = list(rows.values())

@@ -13,10 +13,9 @@ leading space may depend on the token before it, and byte-fallback tokens such a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from monoblock.errors import InputError
-from monoblock.inference.request import RequestOutput
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not a complete character yet
@@ -31,7 +30,9 @@ class StreamingText:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = (), context_ids: Sequence[int] = ()) -> None:
-        self.tokenizer, self.stop_strings = tokenizer, _check_stops(stop)
+        self.tokenizer, self.stop_strings = tokenizer, (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(text, str) and text for text in self.stop_strings):
+            raise InputError("an empty stop string would end the text before its first character; leave it out")
         self.skipped_ids = tokenizer.special_ids - {tokenizer.unk_id}
         self.matched_stop: str | None = None  # the stop string that ended the text
         self.ids: list[int] = [*context_ids]
@@ -103,25 +104,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
-def _check_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stops):
-        raise InputError("an empty stop string would end the text before its first character; leave it out")
-    return stops
-
-
 # -- the outputs of an engine as text ---------------------------------------------------------------------------------
-
-
-class Decoder(Protocol):
-    """What decodes requests step by step: an `Engine`, or the own decoder of a model that has one."""
-
-    @property
-    def busy(self) -> bool: ...
-
-    def step(self) -> list[RequestOutput]: ...
-
-    def cancel(self, request_id: int) -> None: ...
 
 
 class TextChunk(NamedTuple):
@@ -137,7 +120,7 @@ class TextChunk(NamedTuple):
 
 
 def stream_chunks(
-    engine: Decoder,
+    engine: Any,
     prompt_of_request: dict[int, int],
     texts: dict[tuple[int, int], StreamingText],
     eos_ids: Sequence[int],
@@ -146,6 +129,7 @@ def stream_chunks(
 
     A request is cancelled when stop strings have ended all of its sequences.
 
+    engine: an `Engine`, or the own decoder of a model that has one.
     prompt_of_request: the index of the prompt of each request id.
     texts: the text of each sequence, by (request id, sequence index).
     eos_ids: end tokens, which are left out of the text.
@@ -162,15 +146,8 @@ def stream_chunks(
             tokens = output.tokens[:-1] if output.finish_reason == "stop" and last in eos_ids else output.tokens
             new = text.add(*tokens) + (text.finish() if output.finish_reason else "")
             finish_reason = "stop" if text.matched_stop is not None else output.finish_reason
-            yield TextChunk(
-                prompt_of_request[output.request_id],
-                output.sequence_index,
-                new,
-                len(output.tokens),
-                finish_reason,
-                output.score,
-                output.tokens,
-            )
+            place = prompt_of_request[output.request_id], output.sequence_index
+            yield TextChunk(*place, new, len(output.tokens), finish_reason, output.score, output.tokens)
             if finish_reason:
                 running.discard(key)
             if text.matched_stop is not None and not any(request == output.request_id for request, _ in running):

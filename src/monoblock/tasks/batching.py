@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from monoblock.config.model import PatchConfig
-from monoblock.inference.prompt import pad_right
+from monoblock.inference.request import pad_right
 from monoblock.recipes.model_config import has_segments
 from monoblock.tasks.image_inputs import Image, read_image
 from monoblock.tasks.input_template import EncodedInput

@@ -15,15 +15,13 @@ from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import PatchConfig
 from monoblock.errors import InputError
 from monoblock.inference.engine import Engine
-from monoblock.inference.generate import truncated_length
-from monoblock.inference.limits import default_max_rows
+from monoblock.inference.generate import score_texts, truncated_length
 from monoblock.inference.optimized import optimize
-from monoblock.inference.prepared_model import GenerativeModel
-from monoblock.inference.prompt import Prompt
+from monoblock.inference.prepared_model import GenerativeModel, default_max_rows
+from monoblock.inference.request import Prompt
 from monoblock.inference.settings import Settings, check_effects, parse_settings
 from monoblock.inference.streaming_text import StreamingText, TextChunk, stream_chunks
 from monoblock.inference.supported_models import reason_not_to_optimize
-from monoblock.inference.token_scores import score_tokens
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import DataSection
 from monoblock.tasks.image_inputs import ImagePreprocessing
@@ -279,7 +277,7 @@ class LoadedModel:
         if self.ensemble:
             raise InputError("an ensemble gives no token scores; leave out return_scores")
         rows = [(prompt, hypothesis) for prompt, row in zip(prompts, hypotheses, strict=True) for hypothesis in row]
-        scores = score_tokens(self.model, [prompt for prompt, _ in rows], [hypothesis.ids for _, hypothesis in rows])
+        scores = score_texts(self.model, [prompt for prompt, _ in rows], [hypothesis.ids for _, hypothesis in rows])
         for (_, hypothesis), row_scores in zip(rows, scores, strict=True):
             hypothesis.token_scores = tuple(row_scores)
 

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from monoblock.inference.fast_modules import MAX_EXPERT_TOKENS
 from monoblock.inference.pages import Pages
 from monoblock.inference.request import PLAIN
 from monoblock.inference.runners.cuda_search import RecordedSearches
 from monoblock.inference.runners.plain import ModelRunner, RowPass
-from monoblock.inference.runners.record import Recording, record
+from monoblock.inference.runners.record import record
 from monoblock.inference.sampler import Filters
 from monoblock.inference.supported_models import SUPPORTED, unsupported_field
 from monoblock.nn.experts import Experts
@@ -36,7 +37,6 @@ from monoblock.nn.transformer import Transformer
 MAX_STEPS = 128  # of a burst
 MAX_TOKENS = 16  # of a row in a recorded pass, but for prompts
 MAX_PROMPT_TOKENS = 1 << 14  # of all rows in a recorded pass over prompts
-MAX_EXPERT_TOKENS = 64  # for more, the shapes of experts depend on the tokens
 MAX_RECORDINGS = 64
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # and multiples of 64
 MIN_PAGES = 8  # of a table
@@ -70,10 +70,8 @@ class RecordedPass:
         sizes = [rows * shape.tokens, rows, rows, rows, -(-rows * shape.pages // 2), -(-rows * shape.source_pages // 2)]
         # Every part begins at a multiple of 16 bytes, which some kernels expect of a tensor.
         starts = np.cumsum([0, *(size + size % 2 for size in sizes)]).tolist()
-        self.host, self.inputs = (
-            np.zeros(starts[-1], np.int64),
-            torch.zeros(starts[-1], dtype=torch.long, device=device),
-        )
+        self.host = np.zeros(starts[-1], np.int64)
+        self.inputs = torch.zeros(starts[-1], dtype=torch.long, device=device)
         self.host_parts = [self.host[start : start + size] for start, size in zip(starts, sizes, strict=False)]
         parts = [self.inputs[start : start + size] for start, size in zip(starts, sizes, strict=False)]
         self.tokens, self.lengths, self.counts = parts[0].view(rows, shape.tokens), parts[1], parts[2]
@@ -88,7 +86,7 @@ class RecordedPass:
         self.step = torch.zeros(1, dtype=torch.long, device=device)
         self.last = torch.full((rows, 1), shape.tokens - 1, device=device)
         self.logits: Tensor
-        self.recording: Recording = record(self._run_once, device, pool)  # no row has a token yet
+        self.replay = record(self._run_once, device, pool)  # no row has a token yet
 
     def _run_once(self) -> None:
         self.rows.begin_pass()
@@ -97,8 +95,8 @@ class RecordedPass:
             options["logits_at"] = self.last
         else:
             options["positions"] = self._positions()
-        is_decoder = self.model.encoder is None
-        self.logits = self.model(self.tokens, **options) if is_decoder else self.model(None, self.tokens, **options)
+        inputs = (self.tokens,) if self.model.encoder is None else (None, self.tokens)
+        self.logits = self.model(*inputs, **options)
         if self.filters is not None:
             uniforms = self.uniforms.index_select(0, self.step)[0] if self.filters.has_sampling else self.uniforms[0]
             tokens = self.filters.choose(self.logits[:, -1], uniforms)
@@ -137,7 +135,7 @@ class RecordedPass:
             self.uniforms[:count, : len(uniforms)] = torch.tensor(uniforms, dtype=torch.double).T.to(self.step.device)
         self.step.zero_()
         for _ in range(count):
-            self.recording.replay()
+            self.replay()
         return self.chosen[:count]
 
 
@@ -195,7 +193,7 @@ class CudaRunner(ModelRunner):
         if shape is None:
             return super().run_model(model, passes, tap)
         recorded = self._load(shape, passes)
-        recorded.recording.replay()
+        recorded.replay()
         logits = recorded.logits
         if logits.shape[1] == 1 and all(one.num_logits == 1 for one in passes):
             return logits[: len(passes), 0].clone()  # the next pass overwrites them

@@ -26,9 +26,8 @@ from monoblock.inference.beam import (
     best_continuations,
     log_softmax,
 )
-from monoblock.inference.prompt import Prompt, pad_right
-from monoblock.inference.request import NAN_LOGITS, PLAIN, Request
-from monoblock.inference.runners.record import Recording, record
+from monoblock.inference.request import NAN_LOGITS, PLAIN, Prompt, Request, pad_right
+from monoblock.inference.runners.record import Replay, record
 from monoblock.inference.settings import Settings
 from monoblock.nn.kv_cache.beam_cache import MAX_BEAMS, BeamCache
 from monoblock.nn.kv_cache.cache import Cache
@@ -37,7 +36,7 @@ from monoblock.nn.transformer import Transformer
 MAX_STEPS = 4  # the most steps that run before Python reads which searches are done
 CAPACITY_MULTIPLE = 32
 SOURCE_MULTIPLE = 16
-MIN_VISIBLE = 16  # the fewest positions of a recorded step
+MIN_VISIBLE = 16  # the fewest positions of a recorded step; the others are powers of two, or the capacity
 MAX_IDLE_BUFFERS = 4
 # The settings that searches of a batch share, and those that each of them has for itself; the others must be defaults.
 SHARED_SETTINGS = ("num_beams", "suppress_tokens", "begin_suppress_tokens", "priority")
@@ -117,7 +116,7 @@ class SearchBuffers:
             source_length=key.source_length,
             device=model.device,
         )
-        self.recordings: dict[int, Recording] = {}  # by the number of visible positions
+        self.replays: dict[int, Replay] = {}  # by the number of visible positions
 
     def begin(self, prompts: Cache, lengths: Tensor, logits: Tensor, searches: BeamSearches) -> None:
         """Begin searches with cached prompts and the logits (prompts, V) after them, and choose their first tokens."""
@@ -130,7 +129,7 @@ class SearchBuffers:
     def _copy_searches(self, searches: BeamSearches) -> None:
         """Copy new searches to the first rows of the buffers; the other rows stay idle."""
         state, options = searches.pack(self.key.capacity)
-        if not self.recordings:
+        if not self.replays:
             self.state = BeamState(*(field.new_empty(self.key.searches, *field.shape[1:]) for field in state))
             self.options = BeamOptions(*(field.new_empty(self.key.searches, *field.shape[1:]) for field in options))
         for buffer, values in zip((*self.state, *self.options), (*state, *options), strict=True):
@@ -142,27 +141,20 @@ class SearchBuffers:
         self.min_new_tokens[: len(least)] = torch.tensor(least, device=self.model.device)
         first = searches.settings[0]  # the others have the same tokens to end with or to rule out
         self.ruled_out.zero_()
-        for mask, tokens in zip(
-            self.ruled_out, (first.suppress_tokens, first.begin_suppress_tokens, first.eos_token_id), strict=True
-        ):
+        ruled_out = first.suppress_tokens, first.begin_suppress_tokens, first.eos_token_id
+        for mask, tokens in zip(self.ruled_out, ruled_out, strict=True):
             mask[:, torch.tensor(tokens, dtype=torch.long, device=self.model.device)] = True
 
     def run(self, count: int, length: int) -> None:
         """Run `count` steps; `length` is the number of tokens of the longest row before them."""
-        visible = self._visible_positions(length + count)
-        recording = self.recordings.get(visible)
-        if recording is None:
-            recording = self.recordings[visible] = self._record(visible)
+        power = 1 << (length + count - 1).bit_length()
+        visible = min(max(MIN_VISIBLE, power), self.key.capacity)
+        if visible not in self.replays:
+            self.replays[visible] = self._record(visible)
         for _ in range(count):
-            recording.replay()
+            self.replays[visible]()
 
-    def _visible_positions(self, length: int) -> int:
-        visible = MIN_VISIBLE
-        while visible < length:
-            visible *= 2
-        return min(visible, self.key.capacity)
-
-    def _record(self, visible: int) -> Recording:
+    def _record(self, visible: int) -> Replay:
         """Record a step that sees this many positions.
 
         Meanwhile all searches are done, so that the steps run by `record` do not advance their caches.
@@ -174,18 +166,16 @@ class SearchBuffers:
 
         state = BeamState(*(field.clone() for field in self.state))
         self.state.done.fill_(True)
-        recording = record(step, self.model.device)
+        replay = record(step, self.model.device)
         self._set_state(state)
-        return recording
+        return replay
 
     def _step(self) -> None:
         """Run the newest token of every beam, choose the next ones, and let each beam continue its origin."""
         cache, tokens = self.cache, self.state.newest[:, 0]
         positions = cache.lengths[:, None].expand_as(tokens)
-        if self.model.encoder is None:
-            logits = self.model(tokens, positions=positions, cache=cache)
-        else:
-            logits = self.model(None, tokens, positions=positions, cache=cache)
+        inputs = (tokens,) if self.model.encoder is None else (None, tokens)
+        logits = self.model(*inputs, positions=positions, cache=cache)
         cache.lengths.add_(~self.state.done[:, 0])
         self._advance(logits)
 
@@ -196,8 +186,8 @@ class SearchBuffers:
             always, first, early = self.ruled_out
             ruled_out = always | (first & (lengths == 0)) | (early & (lengths < self.min_new_tokens[:, None]))
             logits = log_softmax(logits).masked_fill(ruled_out[:, None], -math.inf)
-        rows, is_constrained = logits.reshape(-1, logits.shape[-1]), self.key.is_constrained
-        best = best_continuations(rows, self.state, self.options, normalized=is_constrained)
+        rows = logits.reshape(-1, logits.shape[-1])
+        best = best_continuations(rows, self.state, self.options, normalized=self.key.is_constrained)
         self._set_state(advance_beams(self.state, self.options, best))
         self.cache.reorder_beams(self.state.origins[:, 0])
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from monoblock.inference.evaluation_mode import evaluation_mode
 from monoblock.inference.pages import PageCopies, Pages
-from monoblock.inference.prompt import pad_right
-from monoblock.inference.request import PLAIN, Request, Row, Variant
+from monoblock.inference.request import PLAIN, Request, Row, Variant, pad_right
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.attention import Attention
 from monoblock.nn.kv_cache.paged import PagedCache, PagedRows

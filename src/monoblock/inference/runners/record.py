@@ -6,32 +6,22 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+Replay = Callable[[], None]
 _recording = threading.Lock()  # one recording at a time
 
 
-class Recording(Protocol):
-    def replay(self) -> None: ...
-
-
-class Call:
-    """A recording on a device without graphs: replaying it calls the function."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.replay = run
-
-
-def record(run: Callable[[], None], device: torch.device, pool: Any = None) -> Recording:
-    """Record a function; it is called twice before, so that kernels are compiled and chosen.
+def record(run: Callable[[], None], device: torch.device, pool: Any = None) -> Replay:
+    """Record a function and return what replays it; it is called twice before, so that kernels are compiled and chosen.
 
     Recordings with the same `pool` of memory share what they need only while they run: the tensors of one may be
     overwritten by the others.
     """
     if device.type != "cuda":
-        return Call(run)
+        return run
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -46,7 +36,7 @@ def record(run: Callable[[], None], device: torch.device, pool: Any = None) -> R
     except BaseException:
         torch.cuda.set_stream(stream)  # torch stays on the stream of a recording that failed
         raise
-    return graph
+    return graph.replay
 
 
 @contextmanager

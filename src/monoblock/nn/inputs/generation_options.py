@@ -19,7 +19,7 @@ class GeneratedTokens(NamedTuple):
     """The result of `generate` with return_scores=True."""
 
     ids: Tensor  # (rows, T + N): the prompts with their new tokens
-    scores: Tensor  # (rows, N): the log-probability of each new token, 0 for padding; see inference/token_scores.py
+    scores: Tensor  # (rows, N): the log-probability of each new token, 0 for padding; see `score_texts`
 
 
 class TextOptions(TypedDict, total=False):

@@ -22,7 +22,7 @@ from torch import Tensor
 from monoblock.data.batching.order import permutation
 from monoblock.data.readers.records import LabelledText
 from monoblock.errors import ConfigError, InputError, did_you_mean, with_article
-from monoblock.inference.prompt import pad_right
+from monoblock.inference.request import pad_right
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.transformer import Transformer
 from monoblock.tasks.batching import group_by_length
