@@ -163,7 +163,7 @@ def quantized_matvec_kernel(
         w = next_w if AHEAD == 2 else last_w
         next_w = last_w
     y = tl.sum(total, 0) * factor if SQUARES > 0 else tl.sum(total, 0)
-    y = store_rows(y, rows, row_mask, bias, residual, out, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
+    y = store_rows(y, bias, residual, out, rows, row_mask, rows, row_mask, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
     if HAS_NORM:
         y = y.to(tl.float32)
         tl.store(norm_squares + tl.program_id(0), tl.sum(y * y, 0))

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monoblock.quantization.activations import round_activations
-from monoblock.quantization.packing import PackedMatrix, empty_packed, group_size, pack, unpack
+from monoblock.quantization.packing import PackedMatrix, empty_packed, group_size, pack, round_activations, unpack
 
 BUFFER_NAMES = ("packed", "scale", "least")
 
