@@ -35,9 +35,8 @@ def has_fp8(device: torch.device) -> bool:
 
 def is_fp8_training(device: str) -> bool:
     """Return whether gradients are computed under autocast to bfloat16, the one place for products in 8 bits."""
-    if not (torch.is_grad_enabled() and torch.is_autocast_enabled(device)):
-        return False
-    return torch.get_autocast_dtype(device) == torch.bfloat16
+    is_autocast = torch.is_grad_enabled() and torch.is_autocast_enabled(device)
+    return is_autocast and torch.get_autocast_dtype(device) == torch.bfloat16
 
 
 def supports_fp8(x: Tensor, weight: Tensor) -> bool:

@@ -99,7 +99,7 @@ def linear(
             *operands, N, K, *flags, False, rows, columns, num_warps=warps, **options
         )
     elif M:
-        m, n, k, warps, stages = _exact_tile(M, N, K) if exact else _matrix_tile(N)
+        m, n, k, warps, stages = _exact_tile(M, N, K) if exact else (64, 16, _tile_depth(N), 4, 4)
         shape = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
         kernels.matmul_kernel[(-(-N // n), -(-M // m))](*operands, M, N, K, *flags, **shape, **options)
     return out
@@ -141,10 +141,9 @@ def _vector_tile(N: int, K: int) -> tuple[int, int, int]:
     return (2, 2048, 4) if N >= 8192 else (4, 1024, 2)
 
 
-def _matrix_tile(N: int) -> tuple[int, int, int, int, int]:
-    """Return the sizes M, N and K of a tile, warps and stages, the fastest measured on an H200 for 64 rows."""
-    is_large = N < 2048 and _has_room_for_large_tiles(torch.cuda.current_device())
-    return (64, 16, 256, 4, 4) if is_large else (64, 16, 128, 4, 4)
+def _tile_depth(N: int) -> int:
+    """Return the size K of a tile, the fastest measured on an H200 for 64 rows."""
+    return 256 if N < 2048 and _has_room_for_large_tiles(torch.cuda.current_device()) else 128
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from monoblock.kernels.gpu import (
 )
 
 PAGE_SIZE = 16  # tokens
-MAX_QUERIES = 64  # of a program that attends over pages: tokens times the heads that share a head of keys
+MAX_QUERIES = 64  # of a program: tokens, or beams, times the heads that share a head of keys
 MAX_NEW = 32  # new tokens that the kernel writes itself
 EXACT_PART, EXACT_ROWS = 256, 64  # keys of a part, and rows of a tile, in exact mode
 MAX_COMBINED = 8192  # numbers of partial results that a program combines at a time
@@ -29,9 +29,13 @@ ROTARY_LAYOUTS = {None: 0, "halves": 1, "interleaved": 2}
 SPLIT_TILE, WHOLE_TILE = (64, 4), (32, 2)
 
 
+def is_head_size(size: int) -> bool:
+    return size in (16, 32, 64, 128, 256)
+
+
 def supports_pages(x: Tensor, size: int) -> bool:
     """Return whether there is a kernel for heads of `size` features, computed from x."""
-    return 16 <= size <= 256 and size & (size - 1) == 0 and has_kernels(x)
+    return is_head_size(size) and has_kernels(x)
 
 
 class _Inputs(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from monoblock.kernels.gpu import has_kernels, launch_options, next_power_of_two, triton_kernels
+from monoblock.kernels.gpu_attention import MAX_QUERIES, is_head_size
 
-MAX_QUERIES = 64  # of a program: the beams of a search, with all heads that share a head of keys
 COLUMNS = 64  # keys that a program reads at a time
 SEGMENT = 128  # logits of which only the maximum is compared at first
 SEGMENTS = 16  # segments that a program reads at a time
@@ -23,7 +23,7 @@ MAX_SEGMENTS, MAX_COUNT = 16_384, 64  # of one search in `best_tokens`
 
 def supports_beams(x: Tensor, size: int, queries: int) -> bool:
     """Return whether there are kernels for attention of x with heads of `size` features and so many queries."""
-    return size in (16, 32, 64, 128, 256) and queries <= MAX_QUERIES and has_kernels(x)
+    return is_head_size(size) and queries <= MAX_QUERIES and has_kernels(x)
 
 
 def attend_beams(
@@ -100,30 +100,18 @@ def best_tokens(logits: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Ten
     read once; then only those SEGMENT successive logits are searched whose maxima are among the best.
     """
     S, n, V = logits.shape
-    maxima, log_sums = segment_maxima(logits, SEGMENT)
-    segments = maxima.shape[-1]
-    found = torch.empty(S, count, dtype=torch.double, device=logits.device)
-    beams, tokens = (torch.empty(S, count, dtype=torch.long, device=logits.device) for _ in range(2))
-    triton_kernels("triton_beams").best_tokens_kernel[(S,)](
-        logits, maxima, log_sums, scores.contiguous(), found, beams, tokens,
-        logits.stride(1), V, segments, SEGMENT, n, count,
-        SEGMENTS=next_power_of_two(n * segments), COUNT=next_power_of_two(count), COLUMNS=SEGMENT,
-        num_warps=4 if n * segments <= 2048 else 8, **launch_options(),
+    segments, device = -(-V // SEGMENT), logits.device
+    maxima = torch.empty(S, n, segments, dtype=torch.float32, device=device)
+    log_sums = torch.empty(S, n, dtype=torch.float32, device=device)
+    found = torch.empty(S, count, dtype=torch.double, device=device)
+    beams, tokens = (torch.empty(S, count, dtype=torch.long, device=device) for _ in range(2))
+    kernels, options = triton_kernels("triton_beams"), launch_options()
+    kernels.segment_maxima_kernel[(S * n,)](
+        logits, maxima, log_sums, logits.stride(1), V, segments, SIZE=SEGMENT, BLOCK=SEGMENTS, num_warps=4, **options
+    )
+    kernels.best_tokens_kernel[(S,)](
+        logits, maxima, log_sums, scores.contiguous(), found, beams, tokens, logits.stride(1), V, segments, n, count,
+        SEGMENTS=next_power_of_two(n * segments), COUNT=next_power_of_two(count), SIZE=SEGMENT,
+        num_warps=4 if n * segments <= 2048 else 8, **options,
     )  # fmt: skip
     return found, beams, tokens
-
-
-def segment_maxima(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the largest of every `size` logits (…, segments), and log Σ exp(logit) (…), both in fp32.
-
-    logits: (…, V); the last segment may be shorter.
-    """
-    *rows, V = logits.shape
-    segments = -(-V // size)
-    maxima = torch.empty(*rows, segments, dtype=torch.float32, device=logits.device)
-    log_sums = torch.empty(*rows, dtype=torch.float32, device=logits.device)
-    triton_kernels("triton_beams").segment_maxima_kernel[(log_sums.numel(),)](
-        logits, maxima, log_sums, logits.stride(-2), V, segments, size,
-        COLUMNS=next_power_of_two(size), BLOCK=SEGMENTS, num_warps=4, **launch_options(),
-    )  # fmt: skip
-    return maxima, log_sums

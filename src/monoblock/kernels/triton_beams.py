@@ -133,22 +133,20 @@ def attend_source_kernel(
 
 @triton.jit
 def segment_maxima_kernel(
-    logits, maxima, log_sums, row_stride, V, segments, size,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> Any:  # fmt: skip
-    """Each program reads one row of logits: the maximum of every segment of `size` values, and log Σ exp(logit)."""
+    logits, maxima, log_sums, row_stride, V, segments, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+) -> Any:
+    """Each program reads one row of logits: the maximum of every segment of SIZE values, and log Σ exp(logit)."""
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     wait_for_previous(PDL)
     logits += row * row_stride
     maxima += row * segments
-    column = tl.arange(0, COLUMNS)[None, :]
+    column = tl.arange(0, SIZE)[None, :]
     largest, total = -float("inf"), 0.0
     for first in range(0, segments, BLOCK):
         segment = first + tl.arange(0, BLOCK)
-        token = segment[:, None] * size + column
-        inside = (column < size) & (token < V)
-        x = tl.load(logits + token, mask=inside, other=-float("inf")).to(tl.float32)
+        token = segment[:, None] * SIZE + column
+        x = tl.load(logits + token, mask=token < V, other=-float("inf")).to(tl.float32)
         top = tl.max(x, 1)
         tl.store(maxima + segment, top, mask=segment < segments)
         new_largest = tl.maximum(largest, tl.max(top, 0))
@@ -160,8 +158,8 @@ def segment_maxima_kernel(
 @triton.jit
 def best_tokens_kernel(
     logits, maxima, log_sums, scores, best_scores, best_beams, best_tokens,
-    beam_stride, V, segments, size, beams, count,
-    SEGMENTS: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    beam_stride, V, segments, beams, count,
+    SEGMENTS: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Each program finds the `count` best continuations of one search: first the best segments, then the best in them.
 
@@ -189,8 +187,8 @@ def best_tokens_kernel(
         sums = tl.where(place == first, -float("inf"), sums)
 
     beam = chosen // segments
-    token = (chosen % segments)[:, None] * size + tl.arange(0, COLUMNS)[None, :]
-    inside = (order < count)[:, None] & (tl.arange(0, COLUMNS) < size)[None, :] & (token < V)
+    token = (chosen % segments)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = (order < count)[:, None] & (token < V)
     added = tl.load(scores + beam).to(tl.float32) - tl.load(log_sums + beam)
     x = tl.load(logits + beam[:, None] * beam_stride + token, mask=inside, other=0.0).to(tl.float32) + added[:, None]
     x = tl.where(inside, tl.where(x != x, float("inf"), x), -float("inf"))

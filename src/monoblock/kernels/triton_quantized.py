@@ -39,14 +39,6 @@ def dequantize_kernel(weight, scales, out, K, GROUP: tl.constexpr, BITS: tl.cons
 
 
 @triton.jit
-def dot4(a, b) -> Any:
-    """Return the dot product of the four signed bytes in each word of a and b."""
-    return tl.inline_asm_elementwise(
-        "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
 def add_dot4(a, b, total) -> Any:
     """Add to `total` the dot product of the four signed bytes in each word of a and b."""
     return tl.inline_asm_elementwise(
@@ -100,10 +92,11 @@ def load_vector(
 @triton.jit
 def multiply_words(w, scale, low, high, x_scale, x_sum, BITS: tl.constexpr, BLOCKS: tl.constexpr) -> Any:
     """Multiply words of weights by their part of the vector; return the products (BLOCKS, rows)."""
+    zero = tl.zeros_like(w)
     if BITS == 8:
-        dot = dot4(w, tl.broadcast_to(low, w.shape))
+        dot = add_dot4(w, tl.broadcast_to(low, w.shape), zero)
     else:
-        dot = dot4(w & LOW_NIBBLES, tl.broadcast_to(low, w.shape))
+        dot = add_dot4(w & LOW_NIBBLES, tl.broadcast_to(low, w.shape), zero)
         dot = add_dot4((w >> 4) & LOW_NIBBLES, tl.broadcast_to(high, w.shape), dot)
     dot = tl.sum(tl.reshape(dot, (BLOCKS, 4, w.shape[1])), 1).to(tl.float32)
     if BITS == 8:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from monoblock.kernels.cpu.library import can_multiply_many_rows, load_kernels
+from monoblock.nn.lora import replace_module
 from monoblock.nn.transformer import Transformer
-from monoblock.quantization.convert import copy_sharing_weights, replace_child
+from monoblock.quantization.convert import copy_sharing_weights
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear
 from monoblock.quantization.packing import PackedMatrix, group_size
 
@@ -72,12 +73,11 @@ def use_cpu_kernels(model: Transformer) -> Transformer:
         return model
     fast_model = copy_sharing_weights(model).eval()
     for path, module in list(fast_model.named_modules()):
-        parent, _, name = path.rpartition(".")
-        fast = None
-        if isinstance(module, QuantizedLinear):
-            fast = KernelLinear(module.packed_matrix, module.in_features, module.bias, module.activation_bits)
-        elif isinstance(module, QuantizedEmbedding) and module.dtype == torch.float32:
-            fast = KernelEmbedding(module.packed_matrix, module.in_features, activation_bits=module.activation_bits)
-        if fast is not None:
-            replace_child(fast_model.get_submodule(parent), name, fast)
+        kind, bias = KernelLinear, getattr(module, "bias", None)
+        if isinstance(module, QuantizedEmbedding) and module.dtype == torch.float32:
+            kind = KernelEmbedding
+        elif not isinstance(module, QuantizedLinear):
+            continue
+        fast = kind(module.packed_matrix, module.in_features, bias, module.activation_bits)
+        replace_module(fast_model, path, fast)
     return fast_model

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from monoblock.quantization.packing import PackedMatrix, empty_packed, group_size, pack, round_activations, unpack
 
-BUFFER_NAMES = ("packed", "scale", "least")
-
 
 class QuantizedMatrix(nn.Module):
     """A quantized matrix (…, out_features, in_features) in buffers; `weight` dequantizes it to the model's dtype.
@@ -29,7 +27,7 @@ class QuantizedMatrix(nn.Module):
     def __init__(self, matrix: PackedMatrix, in_features: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.dtype = in_features, dtype
-        for name, tensor in zip(BUFFER_NAMES, matrix, strict=True):
+        for name, tensor in matrix._asdict().items():
             self.register_buffer(name, tensor)
 
     @classmethod
