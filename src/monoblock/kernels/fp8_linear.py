@@ -80,9 +80,6 @@ class Fp8Matrix(NamedTuple):
     values: Tensor  # (N, K), e4m3
     scales: Tensor  # (N, 1) or (), fp32
 
-    def rows(self, part: slice) -> Fp8Matrix:
-        return Fp8Matrix(self.values[part], self.scales[part] if self.scales.dim() else self.scales)
-
 
 def quantize_rows(x: Tensor) -> Fp8Matrix:
     """Round a matrix (N, K) to e4m3 with a scale for each row.  Products of a row with a NaN or an infinity are NaN.

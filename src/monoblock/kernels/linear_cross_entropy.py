@@ -81,10 +81,13 @@ def _loss_and_gradients(
     dx = torch.empty_like(x)
     dweight = torch.zeros(columns if trains_weight else 0, D, dtype=torch.float32, device=x.device)
     dbias = torch.zeros(0 if bias is None else columns, dtype=torch.float32, device=x.device)
-    x8, table8 = (quantize_matrix(x), quantize_matrix(table)) if fp8 else (None, None)
+    rounded = (quantize_matrix(x), quantize_matrix(table)) if fp8 else None
     for start in range(0, N, rows):
         part = slice(start, min(start + rows, N))
-        logits = x[part] @ table.T if x8 is None or table8 is None else multiply(x8.rows(part), table8)
+        if rounded is None:
+            logits = x[part] @ table.T
+        else:
+            logits = multiply(rounded[0]._replace(values=rounded[0].values[part]), rounded[1])
         if bias is not None:
             logits[:, :V] += bias
         _replace_by_gradient(logits, labels[part], losses[part], V, ignore_index, label_smoothing)

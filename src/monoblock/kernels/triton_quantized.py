@@ -108,13 +108,6 @@ def multiply_words(w, scale, low, high, x_scale, x_sum, BITS: tl.constexpr, BLOC
 
 
 @triton.jit
-def load_norm_factor(squares, K, eps, SQUARES: tl.constexpr) -> Any:
-    """Return 1 / sqrt(mean of x² + eps) for a vector x of K elements, given the sum of x² in each block of 32."""
-    block = tl.arange(0, SQUARES)
-    return tl.rsqrt(tl.sum(tl.load(squares + block, mask=block * 32 < K, other=0.0), 0) / K + eps)
-
-
-@triton.jit
 def quantized_matvec_kernel(
     x, x_scales, x_sums, x_squares, weight, scales, bias, residual, out,
     norm_weight, norm_integers, norm_scales, norm_sums, norm_squares, N, K, eps,
@@ -142,7 +135,10 @@ def quantized_matvec_kernel(
         next_scale = load_scales(scales, 0, num_blocks, GROUP, BITS, BLOCKS, EVEN=False)
     norm_scale = tl.load(norm_weight + rows).to(tl.float32) if HAS_NORM else 1.0
     wait_for_previous(PDL)
-    factor = load_norm_factor(x_squares, K, eps, SQUARES) if SQUARES > 0 else 1.0
+    if SQUARES > 0:
+        block = tl.arange(0, SQUARES)
+        square = tl.sum(tl.load(x_squares + block, mask=block * 32 < K, other=0.0), 0)
+        factor = tl.rsqrt(square / K + eps)
     total = tl.zeros((BLOCKS, ROWS), tl.float32)
     for first in range(0, num_blocks, BLOCKS):
         last_w = load_words(weight, first + AHEAD * BLOCKS, num_blocks, BLOCKS, EVEN)  # while others are multiplied
@@ -155,7 +151,9 @@ def quantized_matvec_kernel(
         total += multiply_words(w, scale, low, high, x_scale, x_sum, BITS, BLOCKS)
         w = next_w if AHEAD == 2 else last_w
         next_w = last_w
-    y = tl.sum(total, 0) * factor if SQUARES > 0 else tl.sum(total, 0)
+    y = tl.sum(total, 0)
+    if SQUARES > 0:
+        y *= factor
     y = store_rows(y, bias, residual, out, rows, row_mask, rows, row_mask, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
     if HAS_NORM:
         y = y.to(tl.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -93,7 +93,7 @@ def merge_adapters(model: M) -> M:
     merged: Any = copy_sharing_weights(model)
     for name, layer in layers.items():
         replace_module(merged, name, layer.to_linear())
-    return dequantize(merged) if isinstance(merged, Transformer) else merged  # type: ignore[no-any-return]
+    return cast(M, dequantize(merged) if isinstance(merged, Transformer) else merged)
 
 
 def stored_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
