@@ -56,10 +56,8 @@ def multiply(
         return layer.multiply(x, layer.bias, residual, next_norm=None if residual is None else next_norm)
     if isinstance(layer, FastLinear) and residual is not None:
         values = x.values.contiguous()
-        if layer.is_exact and values.is_cuda:
-            return Activations(exact_linear(values, layer.weight, layer.bias, residual))
-        if kernels.supports_linear(values, layer.weight):
-            return Activations(kernels.linear(values, layer.weight, layer.bias, residual))
+        if (layer.is_exact and values.is_cuda) or kernels.supports_linear(values, layer.weight):
+            return Activations(kernels.linear(values, layer.weight, layer.bias, residual, exact=layer.is_exact))
     out = layer(x.values)
     return Activations(out if residual is None else residual + out)
 
@@ -87,19 +85,13 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, kernel_ro
     return F.linear(x, weight, bias)
 
 
-def exact_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
-    """Compute activation(F.linear(x, weight, bias)) + residual, every sum in one order, however many rows x has.
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    """Compute activation(F.linear(x, weight, bias)), every sum in one order, however many rows x has.
 
-    Residual and activation are for a GPU.
+    The activation is for a GPU.
     """
     if x.is_cuda:
-        return kernels.linear(x.contiguous(), weight, bias, residual, activation, exact=True)
+        return kernels.linear(x.contiguous(), weight, bias, activation=activation, exact=True)
     out: Tensor = torch.ops.monoblock.linear_exact(x, weight, bias=bias)
     return out
 
