@@ -28,9 +28,8 @@ def replace_by_gradient(logits, labels, losses, num_classes, ignore_index, label
     logits[:, :num_classes] = gradient * is_target
 
 
-def add_product(total, gradient, x, *, is_first):
-    product = gradient.float().T @ x.float()
-    total.copy_(product if is_first else total + product)
+def add_product(total, gradient, x):
+    total += gradient.float().T @ x.float()
 
 
 def loss_of(x, weight, bias, labels, **options):

@@ -203,7 +203,7 @@ NUMPY = pytest.mark.skipif(DEVICE.type == "cpu", reason="numpy adds up tiles of 
 def test_exact_products_have_the_bits_of_single_rows(rows, outputs, inputs):
     x, residual = random(rows, inputs), random(rows, outputs, seed=3)
     weight, bias = random(outputs, inputs, seed=1), random(outputs, seed=2)
-    y = gpu.exact_linear(x, weight, bias, residual)
+    y = gpu.linear(x, weight, bias, residual, exact=True)
     assert_near_in_norm(y, x.double() @ weight.double().T + bias + residual, 2e-3)
     for first, last in ((0, 1), (rows // 2, rows // 2 + 3), (0, min(rows, 64))):
-        assert torch.equal(gpu.exact_linear(x[first:last], weight, bias, residual[first:last]), y[first:last])
+        assert torch.equal(gpu.linear(x[first:last], weight, bias, residual[first:last], exact=True), y[first:last])

@@ -21,9 +21,11 @@ from support import (
 from torch import nn
 
 import monoblock as mb
+from monoblock.inference.fast_linear import fast_linear
 from monoblock.kernels.cpu import library
 from monoblock.quantization import cpu_linear
 from monoblock.quantization.cpu_linear import KernelLinear, use_cpu_kernels
+from monoblock.quantization.modules import QuantizedLinear
 from monoblock.quantization.packing import pack, unpack
 
 FORMATS = [("dense", 0), ("half", 0), ("int8", 32), ("int8", 96), ("int4", 32), ("int4", 64)]
@@ -72,14 +74,21 @@ def rounding_bound(x, matrix, inputs, group):
     return magnitudes.amax(-1) / 65534 @ weights.sum(-1).T
 
 
+def product(matrix, inputs, activation_bits=16):
+    """The product of up to 15 rows with a matrix, by its kernel."""
+    if isinstance(matrix, torch.Tensor):
+        return lambda x: fast_linear(x, matrix, None, range(1, 16))
+    module = KernelLinear(matrix, inputs, activation_bits=activation_bits)
+    module.kernel_rows = range(1, 16)
+    return module
+
+
 @pytest.mark.parametrize("activation_bits", [16, 8])
 @pytest.mark.parametrize(("kind", "group"), FORMATS)
 def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(kind, group, activation_bits):
     """Speculative decoding relies on it: tokens checked together get the logits they get one by one."""
-    module, x = KernelLinear(store_matrix(kind, group, 29, 192), 192), draw(15, 192, seed=1)
-    module.activation_bits = activation_bits if group else 16
-    module.kernel_rows = range(1, 16)
-    assert torch.equal(module(x), torch.cat([module(row[None]) for row in x]))
+    multiply, x = product(store_matrix(kind, group, 29, 192), 192, activation_bits), draw(15, 192, seed=1)
+    assert torch.equal(multiply(x), torch.cat([multiply(row[None]) for row in x]))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -106,11 +115,11 @@ def test_extreme_inputs_and_long_groups(kind):
 def test_a_matrix_that_is_split_among_threads(kind, group):
     rows, inputs = 1009, 192
     matrix, x = store_matrix(kind, group, rows, inputs), draw(1, inputs, seed=1)
-    module = KernelLinear(matrix, inputs)
+    multiply = product(matrix, inputs)
     expected = (x.double() @ dequantize(matrix, inputs).T).float()
     with torch.no_grad():
-        assert_near_in_norm(module(x), expected, 1e-4)
-        assert_near_in_norm(module(x.expand(3, 2, -1))[2, 1], expected[0], 1e-4)
+        assert_near_in_norm(multiply(x), expected, 1e-4)
+        assert_near_in_norm(multiply(x.expand(3, 2, -1))[2, 1], expected[0], 1e-4)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 8])
@@ -205,47 +214,43 @@ def test_many_rows_without_matrix_tiles():
 
 def test_a_transposed_input_is_read_correctly():
     linear = nn.Linear(64, 17)
-    module, x = cpu_linear._kernel_module(linear), draw(64, 5, seed=1).T
+    x = draw(64, 5, seed=1).T
     with torch.no_grad():
-        assert_near(module(x), linear(x))
+        assert_near(fast_linear(x, linear.weight, linear.bias, range(1, 9)), linear(x))
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", tiny_names(has_decoder))
 def test_a_model_with_kernels_gives_the_same_logits(name, bits):
-    model = tiny_model(name) if bits is None else mb.quantize(tiny_model(name), bits=bits)
-    fast_model, assert_close = use_cpu_kernels(model), assert_near if bits is None else assert_near_in_norm
+    model = mb.quantize(tiny_model(name), bits=bits)
+    fast_model = use_cpu_kernels(model)
     with torch.no_grad():
         for rows, length in ((1, 1), (2, 5), (11, 13)):
-            assert_close(
-                run_model(fast_model, random_tokens(rows, length)), run_model(model, random_tokens(rows, length))
-            )
-        cache = fast_model.make_cache(2, 5)
-        assert_close(run_model(fast_model, random_tokens(2, 5), cache=cache), run_model(model, random_tokens(2, 5)))
+            ids = random_tokens(rows, length)
+            assert_near_in_norm(run_model(fast_model, ids), run_model(model, ids))
+        cache, ids = fast_model.make_cache(2, 5), random_tokens(2, 5)
+        assert_near_in_norm(run_model(fast_model, ids, cache=cache), run_model(model, ids))
 
 
-def test_dense_matrices_go_through_the_kernel_and_are_not_copied():
-    model = build_model(mb.gpt(vocab=61, width=64, depth=2, heads=4, context=37))
+def test_matrices_go_through_the_kernel_and_are_not_copied():
+    model = mb.quantize(build_model(mb.gpt(vocab=61, width=64, depth=2, heads=4, context=37)))
     fast_model = use_cpu_kernels(model)
     layers = [module for module in fast_model.modules() if isinstance(module, KernelLinear)]
     assert len(layers) == 2 * 6 + 1
     assert fast_model.decoder.get_submodule("1.feedforward.up").tensors[0].data_ptr() == (
-        model.decoder.get_submodule("1.feedforward.up").weight.data_ptr()
+        model.decoder.get_submodule("1.feedforward.up").packed.data_ptr()
     )
-    assert isinstance(model.decoder.get_submodule("1.feedforward.up"), nn.Linear), "the original model is not changed"
-    with torch.no_grad():
-        for length in (1, 5, 13):  # one and 5 rows go through the kernel, 13 through F.linear
-            assert_near(fast_model(random_tokens(1, length)), model(random_tokens(1, length)))
+    assert type(model.decoder.get_submodule("1.feedforward.up")) is QuantizedLinear, "the original model is not changed"
 
 
 def test_many_rows_other_dtypes_and_gradients_use_the_plain_product():
     module = KernelLinear(store_matrix("int8", 32, 19, 64), 64)
-    module.kernel_rows = cpu_linear.KERNEL_ROWS["int8"]  # as without a kernel for many rows
+    module.kernel_rows = cpu_linear.KERNEL_ROWS["quantized"]  # as without a kernel for many rows
     for x in (draw(33, 64), draw(2, 64).double()):
-        assert_near(module(x), F.linear(x, module.dequantize(x.dtype)))
+        assert_near(module(x), F.linear(x, unpack(module.packed_matrix, 64, x.dtype)))
     x = draw(2, 64).requires_grad_()
     module(x).sum().backward()
-    assert_near(x.grad, module.dequantize(torch.float32).sum(0).expand(2, -1))
+    assert_near(x.grad, module.weight.sum(0).expand(2, -1))
 
 
 def test_torch_compile_traces_the_operators_in_one_graph():

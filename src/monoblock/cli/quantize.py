@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 from collections.abc import Callable
 from functools import partial
@@ -16,10 +17,14 @@ from monoblock.cli._shared.output import echo, format_bytes, json_option, print_
 from monoblock.errors import ConfigError, FileError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from monoblock.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_TEXT = "kjv"  # a corpus that needs no download
 MAX_TOKENS = 50_000
+TOKENS_PER_BATCH = 4096
+MAX_WINDOW = 1024  # the most tokens evaluated in one window, even if the context is longer
 
 
 def _progress_callback(action: str) -> Callable[..., None]:
@@ -43,22 +48,48 @@ def encode_text(tokenizer: Tokenizer, text: str, data: Path | None) -> list[list
     return tokenizer.encode_batch(list(load_corpus(text, split, folder=data).texts()))  # type: ignore[arg-type]
 
 
+def state_dict_bytes(model: nn.Module) -> int:
+    """Return the size in bytes of all tensors in the state_dict of a model."""
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+def measure_loss(
+    model: Any, documents: list[list[int]], max_tokens: int, progress: Callable[[int], None]
+) -> tuple[float, int]:
+    """Return the mean loss of a language model over tokenized documents, and of how many tokens, at most about so many.
+
+    `progress(tokens)` is called after each batch with the number of tokens so far.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    from monoblock.data.batching.shards import TokenDataset
+    from monoblock.tasks.language_modeling.data import iterate_windows
+
+    tokens = TokenDataset.from_documents(documents, model.config.input.vocab)
+    context, total, count = min(model.config.context or MAX_WINDOW, MAX_WINDOW), 0.0, 0
+    for batch in iterate_windows(tokens, context, max(1, TOKENS_PER_BATCH // context)):
+        labels = batch.labels.flatten()
+        with torch.no_grad():
+            logits = model(batch.inputs["source"])
+        total += float(F.cross_entropy(logits.flatten(0, 1).double(), labels, reduction="sum"))
+        count += int((labels >= 0).sum())
+        progress(count)
+        if count >= max_tokens:
+            break
+    return total / max(count, 1), count
+
+
 def compare_perplexity(before: Any, after: Any, documents: list[list[int]], max_tokens: int) -> dict[str, Any]:
     """Return the loss and the perplexity of both models on the same documents, and by how much the latter increases."""
-    from monoblock.quantization.evaluate import evaluate_loss
-
     total = min(max_tokens, sum(map(len, documents)))
-    losses = {}
+    tokens, losses, perplexity = 0, {}, {}
     for name, model in (("before", before), ("after", after)):
         progress = partial(_progress_callback(f"evaluating, {name}"), of=total)
-        losses[name] = evaluate_loss(model, documents, max_tokens=max_tokens, progress=progress)
-    old, new = losses["before"], losses["after"]
-    return {
-        "tokens": old.tokens,
-        "loss": {name: loss.nats_per_token for name, loss in losses.items()},
-        "perplexity": {name: loss.perplexity for name, loss in losses.items()},
-        "perplexity_loss": new.perplexity / old.perplexity - 1,
-    }
+        losses[name], tokens = measure_loss(model, documents, max_tokens, progress)
+        perplexity[name] = math.exp(min(losses[name], 700.0))
+    increase = perplexity["after"] / perplexity["before"] - 1
+    return {"tokens": tokens, "loss": losses, "perplexity": perplexity, "perplexity_loss": increase}
 
 
 @click.command(name="quantize", help="Quantize the weight matrices of MODEL, and compare the perplexity.")
@@ -107,7 +138,6 @@ def command(
     from monoblock.interop.companions import read_companions
     from monoblock.nn.transformer import Transformer
     from monoblock.quantization.convert import quantize
-    from monoblock.quantization.evaluate import state_dict_bytes
 
     before = Transformer.from_pretrained(model).eval()
     is_language_model = before.config.family == "decoder-only" and before.config.head is not None

@@ -79,13 +79,12 @@ def adjacent_view(tensors: Sequence[Tensor]) -> Tensor | None:
     """
     first = tensors[0]
     storage = first.untyped_storage()
-    ends = [tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in tensors]
-    adjacent = all(
-        end == tensor.data_ptr() and tensor.untyped_storage().data_ptr() == storage.data_ptr()
-        for end, tensor in zip(ends[:-1], tensors[1:], strict=True)
-    )
-    if not adjacent or not all(tensor.is_contiguous() for tensor in tensors):
-        return None
+    end = first.data_ptr()
+    for tensor in tensors:
+        is_here = tensor.data_ptr() == end and tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        if not is_here or not tensor.is_contiguous():
+            return None
+        end += tensor.nbytes
     rows = sum(tensor.shape[0] for tensor in tensors)
     view = torch.empty(0, dtype=first.dtype, device=first.device)
     return view.set_(storage, first.storage_offset(), (rows, *first.shape[1:]), first.stride())
@@ -106,11 +105,8 @@ def make_room(weight: Tensor) -> None:
 
 def padded_table(weight: Tensor) -> Tensor:
     """Return a weight with rows of zeros after it: a view if they are stored there (see `make_room`), else a copy."""
-    view = _padded_view(weight)
-    if view is not None:
-        return view
-    missing = -len(weight) % ROW_MULTIPLE
-    return torch.cat((weight.detach(), weight.new_zeros(missing, weight.shape[1])))
+    view, missing = _padded_view(weight), -len(weight) % ROW_MULTIPLE
+    return torch.cat((weight.detach(), weight.new_zeros(missing, weight.shape[1]))) if view is None else view
 
 
 def _padded_view(weight: Tensor) -> Tensor | None:

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import torch
 
-from monoblock.config.model import AttentionConfig
 from monoblock.inference.runners.cpu import STEP_SUPPORTED
 from monoblock.inference.supported_models import NATIVE_NORMS, AllowList, one_of, unsupported_field
 from monoblock.kernels import gpu
 from monoblock.kernels.cpu.library import load_kernels
+from monoblock.kernels.gpu_attention import is_head_size
 from monoblock.nn.linear import Linear
 from monoblock.nn.lora import LoraLinear
 from monoblock.nn.norm import HALF_DTYPES
@@ -92,14 +92,8 @@ def _reason_on_gpu(model: Transformer) -> str | None:
             return f"{name} has {module.in_features} inputs, not a multiple of {ROW_MULTIPLE}"
     assert model.decoder is not None
     for block in model.decoder.config.layers():
-        for attention in (block.attention, block.cross):
-            if attention is not None and (reason := _reason_of_heads(attention, block.width)) is not None:
-                return reason
+        for attention in filter(None, (block.attention, block.cross)):
+            size, value_size = attention.key_size(block.width), attention.value_size(block.width)
+            if size != value_size or not is_head_size(size):
+                return f"heads of {size} and {value_size} are not a power of two from 16 to 256"
     return None
-
-
-def _reason_of_heads(attention: AttentionConfig, width: int) -> str | None:
-    """Return why the kernel over pages cannot read heads."""
-    size, value_size = attention.key_size(width), attention.value_size(width)
-    is_readable = size == value_size and 16 <= size <= 256 and size & (size - 1) == 0
-    return None if is_readable else f"heads of {size} and {value_size} are not a power of two from 16 to 256"

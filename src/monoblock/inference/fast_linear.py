@@ -25,7 +25,7 @@ from monoblock.kernels.gpu_quantized import (
     quantized_linear,
     supports_quantized_linear,
 )
-from monoblock.nn.linear import can_join, join_weights
+from monoblock.nn.linear import can_join
 from monoblock.quantization.cpu_linear import KERNEL_ROWS, ROW_MULTIPLE
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
 
@@ -56,10 +56,8 @@ def multiply(
         return layer.multiply(x, layer.bias, residual, next_norm=None if residual is None else next_norm)
     if isinstance(layer, FastLinear) and residual is not None:
         values = x.values.contiguous()
-        if layer.is_exact and values.is_cuda:
-            return Activations(exact_linear(values, layer.weight, layer.bias, residual))
-        if kernels.supports_linear(values, layer.weight):
-            return Activations(kernels.linear(values, layer.weight, layer.bias, residual))
+        if (layer.is_exact and values.is_cuda) or kernels.supports_linear(values, layer.weight):
+            return Activations(kernels.linear(values, layer.weight, layer.bias, residual, exact=layer.is_exact))
     out = layer(x.values)
     return Activations(out if residual is None else residual + out)
 
@@ -72,34 +70,28 @@ def reads_rounded(layer: nn.Module) -> bool:
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, kernel_rows: range = range(0)) -> Tensor:
     """Compute F.linear(x, weight, bias), with a kernel of this package where that is faster.
 
-    This is so for a few vectors on a GPU and, on a CPU, if the number of rows of x is in `kernel_rows`, or if there
-    are more rows and the processor has matrix tiles.
+    On a CPU it has them if there are `kernel_rows`, the numbers of rows of x for which the first one is the fastest.
     """
     if kernels.supports_linear(x, weight):
         return kernels.linear(x, weight, bias)
-    rows = x.numel() // x.shape[-1]
-    if kernel_rows and rows in kernel_rows and x.shape[-1] % ROW_MULTIPLE == 0 and weight.is_contiguous():
-        return torch.ops.monoblock.linear_dense(x, weight, bias)
-    if kernel_rows and rows >= MIN_TILE_ROWS and weight.is_contiguous() and has_matrix_tiles():
-        return torch.ops.monoblock.linear_tiles(x, weight, bias)
-    if kernel_rows and rows <= MAX_PANEL_ROWS and len(weight) >= MIN_PANEL_OUTPUTS and weight.is_contiguous():
-        return exact_linear(x, weight, bias)  # a table of logits
+    if kernel_rows and weight.is_contiguous():
+        rows = x.numel() // x.shape[-1]
+        if rows in kernel_rows and x.shape[-1] % ROW_MULTIPLE == 0:
+            return torch.ops.monoblock.linear_dense(x, weight, bias)
+        if rows >= MIN_TILE_ROWS and has_matrix_tiles():
+            return torch.ops.monoblock.linear_tiles(x, weight, bias)
+        if rows <= MAX_PANEL_ROWS and len(weight) >= MIN_PANEL_OUTPUTS:
+            return exact_linear(x, weight, bias)  # a table of logits
     return F.linear(x, weight, bias)
 
 
-def exact_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
-    """Compute activation(F.linear(x, weight, bias)) + residual, every sum in one order, however many rows x has.
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    """Compute activation(F.linear(x, weight, bias)), every sum in one order, however many rows x has.
 
-    Residual and activation are for a GPU.
+    The activation is for a GPU.
     """
     if x.is_cuda:
-        return kernels.exact_linear(x.contiguous(), weight, bias, residual, activation)
+        return kernels.linear(x.contiguous(), weight, bias, activation=activation, exact=True)
     out: Tensor = torch.ops.monoblock.linear_exact(x, weight, bias=bias)
     return out
 
@@ -125,11 +117,8 @@ class FusedLinear:
 
     def __init__(self, layers: Sequence[nn.Linear], *, exact: bool = False) -> None:
         self.sizes, self.is_exact = [layer.out_features for layer in layers], exact
-        weight = adjacent_view([layer.weight.detach() for layer in layers])
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        bias = adjacent_view(biases) if biases else None
-        self.is_copy = weight is None or (bool(biases) and bias is None)
-        self.weight, self.bias = join_weights(layers) if weight is None or self.is_copy else (weight, bias)
+        self.weight = _join([layer.weight.detach() for layer in layers])
+        self.bias = None if layers[0].bias is None else _join([layer.bias.detach() for layer in layers])
 
     def __call__(self, x: Activations) -> Tensor:
         return (exact_linear if self.is_exact else fast_linear)(x.values, self.weight, self.bias)
@@ -188,7 +177,7 @@ class FusedQuantizedLinear:
         self.layers, self.matrix = layers, join_matrices(layers)
         self.sizes = [layer.packed.shape[0] for layer in layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        self.bias = torch.cat(biases) if biases else None
+        self.bias = _join(biases) if biases else None
 
     def __call__(self, x: Activations) -> Tensor:
         if supports_quantized_linear(x.values, self.matrix):
@@ -201,18 +190,14 @@ def join_matrices(layers: Sequence[QuantizedMatrix]) -> GpuQuantizedMatrix:
 
     Packed weights are copied if there are several layers whose tensors do not lie next to each other in memory.
     """
-    columns = zip(*(layer.packed_matrix for layer in layers), strict=True)
+    least = [layer.least for layer in layers if layer.least is not None]
     with torch.inference_mode(False), torch.no_grad():
-        packed, scale, least = (_join([t for t in column if t is not None]) for column in columns)
-        assert packed is not None
-        assert scale is not None
-        return prepare_matrix(packed, scale, least)
+        packed, scale = _join([layer.packed for layer in layers]), _join([layer.scale for layer in layers])
+        return prepare_matrix(packed, scale, _join(least) if least else None)
 
 
-def _join(tensors: Sequence[Tensor]) -> Tensor | None:
-    if len(tensors) <= 1:
-        return tensors[0] if tensors else None
-    view = adjacent_view(tensors)
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    view = tensors[0] if len(tensors) == 1 else adjacent_view(tensors)
     return torch.cat(list(tensors)) if view is None else view
 
 

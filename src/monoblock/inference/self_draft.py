@@ -15,9 +15,7 @@ from monoblock.inference.speculative import DraftModel
 from monoblock.kernels.cpu.library import load_kernels
 from monoblock.nn.transformer import Transformer
 
-# The CPU operator checks MAX_TOKENS tokens in one pass, and one of them is the newest token, not a proposal.
-MAX_TOKENS = 8
-DRAFT_LENGTH = MAX_TOKENS - 1
+MAX_TOKENS = 8  # that the CPU operator checks in one pass; one of them is the newest token, not a proposal
 
 
 def make_self_draft(model: GenerativeModel, kind: str) -> DraftModel | None:
@@ -38,4 +36,4 @@ def make_self_draft(model: GenerativeModel, kind: str) -> DraftModel | None:
         )
     if not load_kernels().is_ready:
         return None
-    return DraftModel(model.draft(kind), DRAFT_LENGTH, max_checked=MAX_TOKENS)
+    return DraftModel(model.draft(kind), MAX_TOKENS - 1, max_checked=MAX_TOKENS)

@@ -62,9 +62,9 @@ def _reason(module: nn.Module) -> str | None:
         return "has weights that are split among processes, or of another class"
     if isinstance(module, FeedForward) and module.activation is not ACTIVATIONS[module.config.activation]:
         return "has an activation of its own"
-    if isinstance(module, Stack) and not module.has_config_masks:
-        return "has masks of its own"
     if isinstance(module, Stack):
+        if not module.has_config_masks:
+            return "has masks of its own"
         attention = [module.attention_configs[index] for index in module.attention_config_index]
         if attention != [block.attention for block in module.config.layers()]:
             return "has attention_configs of its own"

@@ -11,14 +11,13 @@ So do layers whose sizes are not multiples of SIZE_MULTIPLE, and experts.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from monoblock.kernels.gpu import is_available
+from monoblock.kernels.gpu import is_available, next_power_of_two, triton_kernels
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -36,9 +35,8 @@ def has_fp8(device: torch.device) -> bool:
 
 def is_fp8_training(device: str) -> bool:
     """Return whether gradients are computed under autocast to bfloat16, the one place for products in 8 bits."""
-    if not (torch.is_grad_enabled() and torch.is_autocast_enabled(device)):
-        return False
-    return torch.get_autocast_dtype(device) == torch.bfloat16
+    is_autocast = torch.is_grad_enabled() and torch.is_autocast_enabled(device)
+    return is_autocast and torch.get_autocast_dtype(device) == torch.bfloat16
 
 
 def supports_fp8(x: Tensor, weight: Tensor) -> bool:
@@ -82,12 +80,6 @@ class Fp8Matrix(NamedTuple):
     values: Tensor  # (N, K), e4m3
     scales: Tensor  # (N, 1) or (), fp32
 
-    def rows(self, part: slice) -> Fp8Matrix:
-        return Fp8Matrix(self.values[part], self.scales[part] if self.scales.dim() else self.scales)
-
-    def transposed_scales(self) -> Tensor:
-        return self.scales.T if self.scales.dim() else self.scales
-
 
 def quantize_rows(x: Tensor) -> Fp8Matrix:
     """Round a matrix (N, K) to e4m3 with a scale for each row.  Products of a row with a NaN or an infinity are NaN.
@@ -112,9 +104,9 @@ def _quantize_long_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     N, K = x.shape
     values = torch.empty(N, K, dtype=E4M3, device=x.device)
     scales = torch.empty(N, 1, dtype=torch.float32, device=x.device)
-    _kernel()[(N,)](
+    triton_kernels("triton_training").quantize_rows_kernel[(N,)](
         x, values, scales, K, x.stride(0), E4M3_MAX, SMALLEST_MAXIMUM,
-        BLOCK=1 << (K - 1).bit_length(), num_warps=4 if K <= 4096 else 8,
+        BLOCK=next_power_of_two(K), num_warps=4 if K <= 4096 else 8,
     )  # fmt: skip
     return values, scales
 
@@ -122,13 +114,6 @@ def _quantize_long_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 @_quantize_long_rows.register_fake
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=E4M3), x.new_empty((len(x), 1), dtype=torch.float32)
-
-
-@functools.cache
-def _kernel() -> Any:
-    from monoblock.kernels import triton_fp8
-
-    return triton_fp8.quantize_rows_kernel
 
 
 def quantize_matrix(x: Tensor) -> Fp8Matrix:
@@ -151,7 +136,7 @@ def multiply_fused(a: Fp8Matrix, b: Fp8Matrix, bias: Tensor | None = None) -> Te
         a.values,
         b.values.T,
         scale_a=a.scales,
-        scale_b=b.transposed_scales(),
+        scale_b=b.scales.t(),
         bias=None if bias is None else bias.to(torch.bfloat16),
         out_dtype=torch.bfloat16,
         use_fast_accum=a.values.shape[1] <= MAX_FAST_SUM,
@@ -160,5 +145,5 @@ def multiply_fused(a: Fp8Matrix, b: Fp8Matrix, bias: Tensor | None = None) -> Te
 
 def multiply_plain(a: Fp8Matrix, b: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
     """Compute `multiply` step by step, on any device."""
-    product = (a.values.float() @ b.values.float().T) * a.scales * b.transposed_scales()
+    product = (a.values.float() @ b.values.float().T) * a.scales * b.scales.t()
     return (product if bias is None else product + bias.to(torch.bfloat16)).to(torch.bfloat16)

@@ -7,6 +7,7 @@ launches decide its speed.  Each function computes the same as a function in nn/
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 MAX_ROWS = 64  # of x in `linear`
 MAX_SMALL_WEIGHT = 1 << 22  # elements of a weight that `linear` multiplies by several rows; torch is faster for larger
 COLUMN_MULTIPLE = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTIZED_BLOCK = 32  # elements of a vector that share a scale
 TARGET_PROGRAMS = 264  # two for each multiprocessor of an H200: fewer leave some idle
 
@@ -35,11 +37,15 @@ def _is_available() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
 
 
-@functools.cache
-def _triton_kernels() -> Any:
-    from monoblock.kernels import triton
+def has_kernels(x: Tensor) -> bool:
+    """Return whether x is on a GPU that has the kernels, in a dtype that they read."""
+    return x.is_cuda and x.dtype in DTYPES and is_available()
 
-    return triton
+
+@functools.cache
+def triton_kernels(file: str = "triton") -> Any:
+    """Return a module of this folder with Triton kernels; it can be imported only where `is_available`."""
+    return importlib.import_module(f"monoblock.kernels.{file}")
 
 
 def launch_options() -> dict[str, bool]:
@@ -58,13 +64,11 @@ def supports_linear(x: Tensor, weight: Tensor) -> bool:
 
     It is for a single vector, and for up to MAX_ROWS vectors if the weight is small, so that launches decide.
     """
-    if not (x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.dtype == weight.dtype and is_available()):
-        return False
-    if not (x.is_contiguous() and weight.is_contiguous()):
+    if x.dtype == torch.float32 or x.dtype != weight.dtype or not has_kernels(x):
         return False
     rows = x.numel() // x.shape[-1]
     is_small = weight.numel() <= MAX_SMALL_WEIGHT and weight.shape[-1] % COLUMN_MULTIPLE == 0
-    return rows == 1 or (1 < rows <= MAX_ROWS and is_small)
+    return x.is_contiguous() and weight.is_contiguous() and (rows == 1 or (1 < rows <= MAX_ROWS and is_small))
 
 
 def linear(
@@ -73,48 +77,31 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str | None = None,
+    *,
+    exact: bool = False,
 ) -> Tensor:
     """Compute activation(x weight^T + bias) + residual for x (…, K), weight (N, K), bias (N,) and residual (…, N).
 
     The output is (…, N).  Every intermediate result is rounded to the dtype of x, as by separate kernels.
+
+    exact: the bits of a vector do not depend on the others, of which there may be any number.  Every sum is added up in
+    steps of 16 inputs in their order, whatever the tile: the instruction that multiplies has 64 rows, of which some may
+    be empty.  K must be a multiple of 16.
     """
     (N, K), M = weight.shape, x.numel() // x.shape[-1]
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     operands = (x, weight, weight if bias is None else bias, weight if residual is None else residual, out)
     flags = (bias is not None, residual is not None, -1 if activation is None else ACTIVATION_CODES[activation])
-    kernels, options = _triton_kernels(), launch_options()
-    if M == 1:
+    kernels, options = triton_kernels(), launch_options()
+    if M == 1 and not exact:
         rows, columns, warps = _vector_tile(N, K)
-        grid = (-(-N // rows),)
-        kernels.matvec_kernel[grid](*operands, N, K, *flags, rows, columns, num_warps=warps, **options)
-    else:
-        m, n, k, warps, stages = _matrix_tile(N)
+        kernels.matvec_kernel[(-(-N // rows),)](
+            *operands, N, K, *flags, False, rows, columns, num_warps=warps, **options
+        )
+    elif M:
+        m, n, k, warps, stages = _exact_tile(M, N, K) if exact else (64, 16, _tile_depth(N), 4, 4)
         shape = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
         kernels.matmul_kernel[(-(-N // n), -(-M // m))](*operands, M, N, K, *flags, **shape, **options)
-    return out
-
-
-def exact_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
-    """Compute `linear` for any number of 16-bit vectors, so that the bits of one do not depend on the others.
-
-    Every sum is added up in steps of 16 inputs in their order, whatever the tile: the instruction that multiplies has
-    64 rows, of which some may be empty.  K must be a multiple of 16.
-    """
-    (N, K), M = weight.shape, x.numel() // x.shape[-1]
-    out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
-    if not M:
-        return out
-    operands = (x, weight, weight if bias is None else bias, weight if residual is None else residual, out)
-    flags = (bias is not None, residual is not None, -1 if activation is None else ACTIVATION_CODES[activation])
-    m, n, k, warps, stages = _exact_tile(M, N, K)
-    shape = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
-    _triton_kernels().matmul_kernel[(-(-N // n), -(-M // m))](*operands, M, N, K, *flags, **shape, **launch_options())
     return out
 
 
@@ -135,16 +122,12 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     """Compute activation(gate) * up (…, F) for x (…, K); the weight (2F, K) has the rows of gate, then those of up."""
     F, K = len(weight) // 2, weight.shape[-1]
     out = torch.empty(*x.shape[:-1], F, dtype=x.dtype, device=x.device)
-    rows, columns, warps = _gated_tile(K)
-    _triton_kernels().gated_matvec_kernel[(-(-F // rows),)](
-        x, weight, out, F, K, ACTIVATION_CODES[activation], rows, columns, num_warps=warps, **launch_options()
-    )
+    columns = 512 if K <= 1024 else 1024  # of a tile of two rows of gate, and of one of up
+    triton_kernels().matvec_kernel[(-(-F // 2),)](
+        x, weight, weight, weight, out, F, K, False, False, ACTIVATION_CODES[activation], True, 2, columns,
+        num_warps=4, **launch_options(),
+    )  # fmt: skip
     return out
-
-
-def _gated_tile(K: int) -> tuple[int, int, int]:
-    """Return rows and columns of a tile of gate, and of one of up, and the number of warps."""
-    return (2, 512, 4) if K <= 1024 else (2, 1024, 4)
 
 
 def _vector_tile(N: int, K: int) -> tuple[int, int, int]:
@@ -158,10 +141,9 @@ def _vector_tile(N: int, K: int) -> tuple[int, int, int]:
     return (2, 2048, 4) if N >= 8192 else (4, 1024, 2)
 
 
-def _matrix_tile(N: int) -> tuple[int, int, int, int, int]:
-    """Return the sizes M, N and K of a tile, warps and stages, the fastest measured on an H200 for 64 rows."""
-    is_large = N < 2048 and _has_room_for_large_tiles(torch.cuda.current_device())
-    return (64, 16, 256, 4, 4) if is_large else (64, 16, 128, 4, 4)
+def _tile_depth(N: int) -> int:
+    """Return the size K of a tile, the fastest measured on an H200 for 64 rows."""
+    return 256 if N < 2048 and _has_room_for_large_tiles(torch.cuda.current_device()) else 128
 
 
 @functools.cache
@@ -212,6 +194,10 @@ class Activations(NamedTuple):
     rounded: QuantizedVector | NormInput | None = None
 
 
+def next_power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
 def quantized_arguments(out: Tensor, is_wanted: bool) -> tuple[tuple[Tensor, Tensor, Tensor], QuantizedVector | None]:
     """Return the arguments of a kernel for the 8-bit form of `out`, and that form: None if it is not computed.
 
@@ -240,12 +226,11 @@ def norm(
     """
     out, K = torch.empty_like(x), x.shape[-1]
     quantized, rounded = quantized_arguments(out, quantize)
-    block = 1 << (K - 1).bit_length()
     parameters = (x if weight is None else weight, x if bias is None else bias)
-    _triton_kernels().norm_kernel[(x.numel() // K,)](
+    triton_kernels().norm_kernel[(x.numel() // K,)](
         x, *parameters, out, *quantized, K, eps,
         CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, CAST_AFTER_SCALE=cast_after_scale,
-        QUANTIZE=rounded is not None, BLOCK=block, num_warps=4 if K < 4096 else 8, **launch_options(),
+        QUANTIZE=rounded is not None, BLOCK=next_power_of_two(K), num_warps=4 if K < 4096 else 8, **launch_options(),
     )  # fmt: skip
     return Activations(out, rounded)
 
@@ -259,7 +244,7 @@ def gated_activation(gate_up: Tensor, activation: str, *, quantize: bool = False
     out = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
     quantized, rounded = quantized_arguments(out, quantize)
     blocks = -(-F // 512)
-    _triton_kernels().gated_activation_kernel[(gate_up.numel() // (2 * F), blocks)](
+    triton_kernels().gated_activation_kernel[(gate_up.numel() // (2 * F), blocks)](
         gate_up, out, *quantized, F, ACTIVATION_CODES[activation], rounded is not None, 512,
         num_warps=4, **launch_options(),
     )  # fmt: skip
@@ -271,9 +256,9 @@ def argmax(x: Tensor) -> Tensor:
 
     On a GPU one kernel finds it, which for few rows is much faster than `Tensor.argmax`.
     """
-    if not (x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 and is_available()):
+    if x.stride(-1) != 1 or not has_kernels(x):
         return x.argmax(-1)
     B, V = x.shape
     out = torch.empty(B, dtype=torch.long, device=x.device)
-    _triton_kernels().argmax_kernel[(B,)](x, out, V, x.stride(0), 16384, num_warps=32, **launch_options())
+    triton_kernels().argmax_kernel[(B,)](x, out, V, x.stride(0), 16384, num_warps=32, **launch_options())
     return out

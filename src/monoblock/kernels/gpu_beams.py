@@ -7,33 +7,23 @@ logits once, where a softmax and the search for the best tokens would read and w
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from monoblock.kernels.gpu import is_available, launch_options
+from monoblock.kernels.gpu import has_kernels, launch_options, next_power_of_two, triton_kernels
+from monoblock.kernels.gpu_attention import MAX_QUERIES, is_head_size
 
-HEAD_SIZES = (16, 32, 64, 128, 256)
-MAX_QUERIES = 64  # of a program: the beams of a search, with all heads that share a head of keys
-COLUMNS, WARPS = 64, 4  # keys that a program reads at a time
+COLUMNS = 64  # keys that a program reads at a time
 SEGMENT = 128  # logits of which only the maximum is compared at first
-SEGMENTS, SEGMENT_WARPS = 16, 4  # segments that a program reads at a time
+SEGMENTS = 16  # segments that a program reads at a time
 MAX_SEGMENTS, MAX_COUNT = 16_384, 64  # of one search in `best_tokens`
-
-
-@functools.cache
-def _triton_kernels() -> Any:
-    from monoblock.kernels import triton_beams
-
-    return triton_beams
 
 
 def supports_beams(x: Tensor, size: int, queries: int) -> bool:
     """Return whether there are kernels for attention of x with heads of `size` features and so many queries."""
-    is_dtype = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return size in HEAD_SIZES and queries <= MAX_QUERIES and is_dtype and x.is_cuda and is_available()
+    return is_head_size(size) and queries <= MAX_QUERIES and has_kernels(x)
 
 
 def attend_beams(
@@ -56,7 +46,7 @@ def attend_beams(
     """
     (S, H, n, K), G = q.shape, keys.shape[1]
     out = torch.empty(S, n, H * K, dtype=q.dtype, device=q.device)
-    _triton_kernels().attend_beams_kernel[(S * G,)](
+    triton_kernels("triton_beams").attend_beams_kernel[(S * G,)](
         q, k, v, keys, values, writers, lengths, out, K**-0.5 if scale is None else scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
         *writers.stride()[:2], G, n,
@@ -74,7 +64,7 @@ def attend_source(q: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None,
     (B, H, T, K), G = q.shape, keys.shape[1]
     out = torch.empty(B, T, H * K, dtype=q.dtype, device=q.device)
     valid_row = 0 if valid is None or valid.shape[0] == 1 else valid.stride(0)
-    _triton_kernels().attend_source_kernel[(B * G,)](
+    triton_kernels("triton_beams").attend_source_kernel[(B * G,)](
         q, keys, values, q if valid is None else valid, out, K**-0.5 if scale is None else scale,
         *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], valid_row, G, T, keys.shape[2],
         HEADS=H // G, ROWS=_pad(H // G * T), K=K, HAS_VALID=valid is not None, **_tile(q),
@@ -84,24 +74,21 @@ def attend_source(q: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None,
 
 def _pad(count: int) -> int:
     """Return the next power of two: tensor cores multiply at least 16 rows."""
-    return max(16, 1 << (count - 1).bit_length())
+    return max(16, next_power_of_two(count))
 
 
 def _tile(q: Tensor) -> dict[str, Any]:
     """Return how many keys are read at a time, and how products are rounded: those of fp32 are not."""
     is_fp32, size = q.dtype == torch.float32, q.shape[-1]
     columns = max(16, COLUMNS * 64 // max(size, 64) // (2 if is_fp32 else 1))
-    precision = "ieee" if is_fp32 else "tf32"
-    return {"BLOCK": columns, "PRECISION": precision, "num_warps": WARPS, **launch_options()}
+    return {"BLOCK": columns, "PRECISION": "ieee" if is_fp32 else "tf32", "num_warps": 4, **launch_options()}
 
 
 def supports_best_tokens(logits: Tensor, count: int) -> bool:
     """Return whether there are kernels for the `count` best of these logits (searches, beams, V)."""
     is_dense = logits.stride(-1) == 1 and logits.stride(0) == logits.stride(1) * logits.shape[1]
-    is_dtype = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     segments = logits.shape[1] * -(-logits.shape[2] // SEGMENT)
-    fits = 2 * count <= segments <= MAX_SEGMENTS and count <= MAX_COUNT
-    return fits and is_dense and is_dtype and logits.is_cuda and is_available()
+    return 2 * count <= segments <= MAX_SEGMENTS and count <= MAX_COUNT and is_dense and has_kernels(logits)
 
 
 def best_tokens(logits: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,30 +100,18 @@ def best_tokens(logits: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Ten
     read once; then only those SEGMENT successive logits are searched whose maxima are among the best.
     """
     S, n, V = logits.shape
-    maxima, log_sums = segment_maxima(logits, SEGMENT)
-    segments = maxima.shape[-1]
-    found = torch.empty(S, count, dtype=torch.double, device=logits.device)
-    beams, tokens = (torch.empty(S, count, dtype=torch.long, device=logits.device) for _ in range(2))
-    _triton_kernels().best_tokens_kernel[(S,)](
-        logits, maxima, log_sums, scores.contiguous(), found, beams, tokens,
-        logits.stride(1), V, segments, SEGMENT, n, count,
-        SEGMENTS=1 << (n * segments - 1).bit_length(), COUNT=1 << (count - 1).bit_length(), COLUMNS=SEGMENT,
-        num_warps=4 if n * segments <= 2048 else 8, **launch_options(),
+    segments, device = -(-V // SEGMENT), logits.device
+    maxima = torch.empty(S, n, segments, dtype=torch.float32, device=device)
+    log_sums = torch.empty(S, n, dtype=torch.float32, device=device)
+    found = torch.empty(S, count, dtype=torch.double, device=device)
+    beams, tokens = (torch.empty(S, count, dtype=torch.long, device=device) for _ in range(2))
+    kernels, options = triton_kernels("triton_beams"), launch_options()
+    kernels.segment_maxima_kernel[(S * n,)](
+        logits, maxima, log_sums, logits.stride(1), V, segments, SIZE=SEGMENT, BLOCK=SEGMENTS, num_warps=4, **options
+    )
+    kernels.best_tokens_kernel[(S,)](
+        logits, maxima, log_sums, scores.contiguous(), found, beams, tokens, logits.stride(1), V, segments, n, count,
+        SEGMENTS=next_power_of_two(n * segments), COUNT=next_power_of_two(count), SIZE=SEGMENT,
+        num_warps=4 if n * segments <= 2048 else 8, **options,
     )  # fmt: skip
     return found, beams, tokens
-
-
-def segment_maxima(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the largest of every `size` logits (…, segments), and log Σ exp(logit) (…), both in fp32.
-
-    logits: (…, V); the last segment may be shorter.
-    """
-    *rows, V = logits.shape
-    segments = -(-V // size)
-    maxima = torch.empty(*rows, segments, dtype=torch.float32, device=logits.device)
-    log_sums = torch.empty(*rows, dtype=torch.float32, device=logits.device)
-    _triton_kernels().segment_maxima_kernel[(log_sums.numel(),)](
-        logits, maxima, log_sums, logits.stride(-2), V, segments, size,
-        COLUMNS=1 << (size - 1).bit_length(), BLOCK=SEGMENTS, num_warps=SEGMENT_WARPS, **launch_options(),
-    )  # fmt: skip
-    return maxima, log_sums

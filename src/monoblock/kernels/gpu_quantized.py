@@ -10,8 +10,7 @@ before it rounds it, and the second multiplies its result by the factor of the n
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +21,14 @@ from monoblock.kernels.gpu import (
     Activations,
     NormInput,
     QuantizedVector,
+    has_kernels,
     is_available,
     launch_options,
+    next_power_of_two,
+    triton_kernels,
 )
 
 BLOCKS_PER_PROGRAM = 8  # in the kernel that quantizes a vector
-WARP_SIZE = 32
 # A product before a norm: blocks, tiles loaded in advance and warps of a program, and the rows from which it is faster
 # than two kernels. With fewer rows most multiprocessors of a GPU would be idle; with 8 bits two kernels are faster.
 NORM_TILE, MIN_NORM_ROWS = (64, 1, 16), 4096
@@ -40,12 +41,14 @@ class GpuQuantizedMatrix(NamedTuple):
     scales: Tensor  # bfloat16 (N, groups), or int32 (N, groups) with a pair of bfloat16
     bits: int
 
+    @property
+    def columns(self) -> int:
+        return self.packed.shape[-1] * (1 if self.bits == 8 else 2)
 
-@functools.cache
-def _triton_kernels() -> Any:
-    from monoblock.kernels import triton_quantized
-
-    return triton_quantized
+    @property
+    def group(self) -> int:
+        """The number of weights that share a scale."""
+        return self.columns // self.scales.shape[-1]
 
 
 def prepare_matrix(packed: Tensor, scale: Tensor, least: Tensor | None) -> GpuQuantizedMatrix:
@@ -57,18 +60,13 @@ def prepare_matrix(packed: Tensor, scale: Tensor, least: Tensor | None) -> GpuQu
 
 def supports_quantized_linear(x: Tensor, matrix: GpuQuantizedMatrix) -> bool:
     """Return whether `quantized_linear` can be used: for a single 16-bit vector on a GPU, and whole groups."""
-    return is_gpu_vector(x) and has_kernel(matrix, x.shape[-1])
-
-
-def is_gpu_vector(x: Tensor) -> bool:
-    """Return whether x is a single 16-bit vector on a GPU that has the kernels."""
-    return x.is_cuda and x.numel() == x.shape[-1] and x.dtype in (torch.float16, torch.bfloat16) and is_available()
+    is_vector = x.numel() == x.shape[-1] and x.dtype != torch.float32 and has_kernels(x)
+    return is_vector and has_kernel(matrix, x.shape[-1])
 
 
 def has_kernel(matrix: GpuQuantizedMatrix, in_features: int) -> bool:
     """Return whether the kernel can read a matrix: its rows have no padding, and its groups consist of whole blocks."""
-    sizes = (in_features, _group_size(matrix))
-    return _num_columns(matrix) == in_features and all(size % QUANTIZED_BLOCK == 0 for size in sizes)
+    return matrix.columns == in_features and in_features % QUANTIZED_BLOCK == matrix.group % QUANTIZED_BLOCK == 0
 
 
 class NextNorm(NamedTuple):
@@ -95,18 +93,22 @@ def quantized_linear(
     out = x.values.new_empty(*x.values.shape[:-1], N)
     flags = (bias is not None, residual is not None, -1 if activation is None else ACTIVATION_CODES[activation])
     added = (matrix.packed if bias is None else bias, matrix.packed if residual is None else residual)
-    vector = x.rounded or _quantize(x.values.contiguous())
+    kernels, vector = triton_kernels("triton_quantized"), x.rounded
+    if vector is None:
+        vector, grid = QuantizedVector.empty(K, out.device), (-(-K // (QUANTIZED_BLOCK * BLOCKS_PER_PROGRAM)),)
+        values, options = x.values.contiguous(), launch_options()
+        kernels.quantize_kernel[grid](values, *vector, K, BLOCKS_PER_PROGRAM, num_warps=4, **options)
     vector, squares, eps = vector if isinstance(vector, NormInput) else (vector, None, 0.0)
     started, norm_arguments = None, (out,) * 5
     if next_norm is not None and can_join_norm(matrix):
         started = NormInput.empty(N, out.device, next_norm.eps)
         norm_arguments = (next_norm.weight, *started.weighted, started.squares)
     rows, blocks, ahead, warps = _tile(matrix, N) if started is None else (QUANTIZED_BLOCK, *NORM_TILE)
-    _triton_kernels().quantized_matvec_kernel[(-(-N // rows),)](
+    kernels.quantized_matvec_kernel[(-(-N // rows),)](
         *vector, vector.sums if squares is None else squares, matrix.packed, matrix.scales, *added, out,
-        *norm_arguments, N, K, eps, _group_size(matrix), matrix.bits, *flags,
-        SQUARES=0 if squares is None else 1 << (len(squares) - 1).bit_length(), HAS_NORM=started is not None,
-        ROWS=rows, BLOCKS=blocks, AHEAD=ahead, EVEN=_num_blocks(matrix) % blocks == 0, num_warps=warps,
+        *norm_arguments, N, K, eps, matrix.group, matrix.bits, *flags,
+        SQUARES=0 if squares is None else next_power_of_two(len(squares)), HAS_NORM=started is not None,
+        ROWS=rows, BLOCKS=blocks, AHEAD=ahead, EVEN=matrix.packed.shape[-1] // 16 % blocks == 0, num_warps=warps,
         **launch_options(),
     )  # fmt: skip
     return Activations(out, started)
@@ -118,50 +120,28 @@ def can_join_norm(matrix: GpuQuantizedMatrix) -> bool:
     return matrix.bits == 4 and N >= MIN_NORM_ROWS and N % QUANTIZED_BLOCK == 0
 
 
-def _quantize(x: Tensor) -> QuantizedVector:
-    """Round a vector (…, K) to 8 bits."""
-    K = x.shape[-1]
-    quantized = QuantizedVector.empty(K, x.device)
-    grid = (-(-K // (QUANTIZED_BLOCK * BLOCKS_PER_PROGRAM)),)
-    _triton_kernels().quantize_kernel[grid](x, *quantized, K, BLOCKS_PER_PROGRAM, num_warps=4, **launch_options())
-    return quantized
-
-
 def can_dequantize(matrix: GpuQuantizedMatrix, in_features: int) -> bool:
     """Return whether `dequantize` can be used: on a GPU, and if the groups of a row are whole."""
-    return matrix.packed.is_cuda and matrix.packed.dim() == 2 and _num_columns(matrix) == in_features and is_available()
+    return matrix.packed.is_cuda and matrix.packed.dim() == 2 and matrix.columns == in_features and is_available()
 
 
 def dequantize(matrix: GpuQuantizedMatrix, dtype: torch.dtype) -> Tensor:
     """Return a quantized matrix as floating-point numbers (N, K)."""
-    N, K = len(matrix.packed), _num_columns(matrix)
+    N, K = len(matrix.packed), matrix.columns
     out = torch.empty(N, K, dtype=dtype, device=matrix.packed.device)
-    _triton_kernels().dequantize_kernel[(N, -(-K // 1024))](
-        matrix.packed, matrix.scales, out, K, _group_size(matrix), matrix.bits, 1024, num_warps=4
+    triton_kernels("triton_quantized").dequantize_kernel[(N, -(-K // 1024))](
+        matrix.packed, matrix.scales, out, K, matrix.group, matrix.bits, 1024, num_warps=4
     )
     return out
-
-
-def _num_columns(matrix: GpuQuantizedMatrix) -> int:
-    return matrix.packed.shape[-1] * (1 if matrix.bits == 8 else 2)
-
-
-def _group_size(matrix: GpuQuantizedMatrix) -> int:
-    return _num_columns(matrix) // matrix.scales.shape[-1]
-
-
-def _num_blocks(matrix: GpuQuantizedMatrix) -> int:
-    """Return the number of blocks of 16 bytes in a row."""
-    return matrix.packed.shape[-1] // 16
 
 
 def _tile(matrix: GpuQuantizedMatrix, N: int) -> tuple[int, int, int, int]:
     """Return the rows of a tile, the blocks of 16 bytes in each, the tiles loaded in advance, and the warps.
 
-    They are the fastest measured on an H200.
+    They are the fastest measured on an H200.  A warp reads a block with each of its 32 threads.
     """
     if N >= 8192:
         rows, blocks, ahead = (4, 64, 1) if matrix.bits == 8 else (4, 32, 1)
     else:
         rows, blocks, ahead = (2, 128, 2) if matrix.bits == 8 else (2, 128, 1)
-    return rows, min(blocks, max(WARP_SIZE, 1 << (_num_blocks(matrix) - 1).bit_length())), ahead, 1
+    return rows, min(blocks, max(32, next_power_of_two(matrix.packed.shape[-1] // 16))), ahead, 1

@@ -8,14 +8,13 @@ everything, and the backward pass only multiplies both gradients by that of the 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from monoblock.kernels.fp8_linear import SIZE_MULTIPLE, is_fp8_training, multiply, quantize_matrix
-from monoblock.kernels.gpu import is_available
+from monoblock.kernels.gpu import is_available, triton_kernels
 
 BLOCK, WARPS = 2048, 4  # the fastest measured on an H200
 
@@ -25,13 +24,10 @@ def supports_linear_cross_entropy(x: Tensor, weight: Tensor) -> bool:
 
     It can on a GPU with Triton, if gradients are computed and the product is in bfloat16.
     """
-    if not (x.is_cuda and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad) and is_available()):
-        return False
-    if not x.numel():
-        return False
+    is_trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     is_plain = type(weight) in (Tensor, torch.nn.Parameter)  # not split among processes
-    return dtype == torch.bfloat16 and is_plain
+    return x.is_cuda and is_trained and x.numel() > 0 and dtype == torch.bfloat16 and is_plain and is_available()
 
 
 def linear_cross_entropy(
@@ -78,21 +74,26 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss and the gradients of x, weight and bias; a gradient that is not needed is empty."""
     (N, D), V = x.shape, weight.shape[0]
-    table = _pad_table(weight, columns)
+    table = weight.to(torch.bfloat16) if columns == V else weight.new_zeros(columns, D, dtype=torch.bfloat16)
+    if columns > V:
+        table[:V] = weight
     losses = torch.empty(N, dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x)
-    dweight = torch.empty(columns if trains_weight else 0, D, dtype=torch.float32, device=x.device)
+    dweight = torch.zeros(columns if trains_weight else 0, D, dtype=torch.float32, device=x.device)
     dbias = torch.zeros(0 if bias is None else columns, dtype=torch.float32, device=x.device)
-    x8, table8 = (quantize_matrix(x), quantize_matrix(table)) if fp8 else (None, None)
+    rounded = (quantize_matrix(x), quantize_matrix(table)) if fp8 else None
     for start in range(0, N, rows):
         part = slice(start, min(start + rows, N))
-        logits = x[part] @ table.T if x8 is None or table8 is None else multiply(x8.rows(part), table8)
+        if rounded is None:
+            logits = x[part] @ table.T
+        else:
+            logits = multiply(rounded[0]._replace(values=rounded[0].values[part]), rounded[1])
         if bias is not None:
             logits[:, :V] += bias
         _replace_by_gradient(logits, labels[part], losses[part], V, ignore_index, label_smoothing)
         torch.mm(logits, table, out=dx[part])
         if trains_weight:
-            _add_product(dweight, logits, x[part], is_first=start == 0)
+            _add_product(dweight, logits, x[part])
         if bias is not None:
             dbias += logits.sum(0, dtype=torch.float32)
         del logits
@@ -102,7 +103,7 @@ def _loss_and_gradients(
 @_loss_and_gradients.register_fake
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, label_smoothing: float,
-    trains_weight: bool, fp8: bool, rows: int, columns: int,
+    trains_weight: bool, *sizes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dweight = torch.empty_like(weight) if trains_weight else weight.new_empty(0, x.shape[1])
     dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
@@ -127,37 +128,16 @@ def _scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None,
 _loss_and_gradients.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
-def _pad_table(weight: Tensor, columns: int) -> Tensor:
-    """Return weight (V, D) in bfloat16, with rows of zeros added up to `columns`."""
-    V, D = weight.shape
-    if columns == V:
-        return weight.to(torch.bfloat16)
-    table = torch.empty(columns, D, dtype=torch.bfloat16, device=weight.device)
-    table[:V] = weight
-    table[V:] = 0
-    return table
-
-
-def _add_product(total: Tensor, gradient: Tensor, x: Tensor, *, is_first: bool) -> None:
-    """Add gradient^T x to `total`, or store it if it is the first; the sum is in fp32."""
-    if is_first:
-        torch.mm(gradient.T, x, out_dtype=torch.float32, out=total)
-    else:
-        torch.addmm(total, gradient.T, x, out_dtype=torch.float32, out=total)
-
-
-@functools.cache
-def _kernel() -> Any:
-    from monoblock.kernels import triton_loss
-
-    return triton_loss.cross_entropy_kernel
+def _add_product(total: Tensor, gradient: Tensor, x: Tensor) -> None:
+    """Add gradient^T x to `total` in fp32."""
+    torch.addmm(total, gradient.T, x, out_dtype=torch.float32, out=total)
 
 
 def _replace_by_gradient(
     logits: Tensor, labels: Tensor, losses: Tensor, num_classes: int, ignore_index: int, label_smoothing: float
 ) -> None:
     """Write the loss of each row of logits (N, columns) to `losses` (N,), and its gradient in place of the logits."""
-    _kernel()[(len(logits),)](
+    triton_kernels("triton_training").cross_entropy_kernel[(len(logits),)](
         logits, labels, losses, num_classes, logits.stride(0), ignore_index, label_smoothing,
         SMOOTHED=label_smoothing != 0.0, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip

@@ -13,9 +13,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-SMALLEST: tl.constexpr = tl.constexpr(
-    1e-30
-)  # blocks without larger numbers are rounded to 0, since 127 / 1e-37 is infinite
+# Blocks without larger numbers are rounded to 0, since 127 / 1e-37 is infinite.
+SMALLEST: tl.constexpr = tl.constexpr(1e-30)
 
 
 @triton.jit
@@ -55,77 +54,64 @@ def gate_up_product(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr) -> 
 
 @triton.jit
 def store_rows(
-    y, rows, row_mask, bias, residual, out, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr
-) -> Any:
-    """Add bias, activation and residual to y, rounding after each as separate kernels would; store and return it."""
+    y, bias, residual, out, rows, row_mask, offsets, mask,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Add bias, activation and residual to y, rounding after each as separate kernels would; store and return it.
+
+    `rows` of the weight belong to the last axis of y, and `offsets` are those of y in `residual` and `out`.
+    """
     if HAS_BIAS:
         y += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
     if ACTIVATION >= 0:
         y = activate(y.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
     if HAS_RESIDUAL:
         y = y.to(out.dtype.element_ty).to(tl.float32)
-        y += tl.load(residual + rows, mask=row_mask, other=0.0).to(tl.float32)
+        y += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
     y = y.to(out.dtype.element_ty)
-    tl.store(out + rows, y, mask=row_mask)
+    tl.store(out + offsets, y, mask=mask)
     return y
 
 
 @triton.jit
 def matvec_kernel(
     x, weight, bias, residual, out, N, K,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Each program multiplies ROWS rows of the weight with x, COLUMNS at a time, accumulating in fp32."""
+    """Each program multiplies ROWS rows of the weight with x, COLUMNS at a time, accumulating in fp32.
+
+    If GATED, the weight (2 N, K) has the rows of gate, then those of up, and the output is activation(gate) * up.
+    """
     launch_next(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < N
     columns = tl.arange(0, COLUMNS)
     start = weight + rows.to(tl.int64)[:, None] * K
+    up_start = weight + (rows.to(tl.int64) + N)[:, None] * K
     mask = row_mask[:, None] & (columns < K)[None, :]
     w = tl.load(start + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    if GATED:
+        w_up = tl.load(up_start + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     wait_for_previous(PDL)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, K, COLUMNS):
-        index = first + columns
-        x_block = tl.load(x + index, mask=index < K, other=0.0)
-        total += w.to(tl.float32) * x_block.to(tl.float32)[None, :]
-        index += COLUMNS  # the weights of the next block are loaded while this one is multiplied
-        mask = row_mask[:, None] & (index < K)[None, :]
-        w = tl.load(start + index[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    store_rows(tl.sum(total, 1), rows, row_mask, bias, residual, out, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
-
-
-@triton.jit
-def gated_matvec_kernel(
-    x, weight, out, F, K, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
-) -> Any:
-    """Each program computes ROWS elements of activation(gate) * up; a weight (2F, K) has the rows of gate, then of up.
-
-    Gate, up and the activation are rounded as by separate kernels.
-    """
-    launch_next(PDL)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_mask = rows < F
-    columns = tl.arange(0, COLUMNS)
-    start = weight + rows.to(tl.int64)[:, None] * K
-    up_start = weight + (rows.to(tl.int64) + F)[:, None] * K
-    mask = row_mask[:, None] & (columns < K)[None, :]
-    w = tl.load(start + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    w_up = tl.load(up_start + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    wait_for_previous(PDL)
-    gate, up = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    total, up = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, K, COLUMNS):
         index = first + columns
         x_block = tl.load(x + index, mask=index < K, other=0.0).to(tl.float32)[None, :]
-        gate += w.to(tl.float32) * x_block
-        up += w_up.to(tl.float32) * x_block
+        total += w.to(tl.float32) * x_block
+        if GATED:
+            up += w_up.to(tl.float32) * x_block
         index += COLUMNS  # the weights of the next block are loaded while this one is multiplied
         mask = row_mask[:, None] & (index < K)[None, :]
         w = tl.load(start + index[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-        w_up = tl.load(up_start + index[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    y = gate_up_product(tl.sum(gate, 1), tl.sum(up, 1), ACTIVATION, out.dtype.element_ty)
-    tl.store(out + rows, y, mask=row_mask)
+        if GATED:
+            w_up = tl.load(up_start + index[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    if GATED:
+        y = gate_up_product(tl.sum(total, 1), tl.sum(up, 1), ACTIVATION, out.dtype.element_ty)
+        tl.store(out + rows, y, mask=row_mask)
+    else:
+        y = tl.sum(total, 1)
+        store_rows(y, bias, residual, out, rows, row_mask, rows, row_mask, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
 
 
 @triton.jit
@@ -148,16 +134,8 @@ def matmul_kernel(
         x_block = tl.load(x + m[:, None] * K + (start + k)[None, :], mask=m_mask[:, None], other=0.0)
         w = tl.load(weight + n[None, :] * K + (start + k)[:, None], mask=n_mask[None, :], other=0.0)
         y = tl.dot(x_block, w, y)
-    if HAS_BIAS:
-        y += tl.load(bias + first_n + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATION >= 0:
-        y = activate(y.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
-    offsets = first + m[:, None] * N + n[None, :]
-    mask = m_mask[:, None] & n_mask[None, :]
-    if HAS_RESIDUAL:
-        y = y.to(out.dtype.element_ty).to(tl.float32)  # rounded, as a product and an addition would be
-        y += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask)
+    offsets, mask = first + m[:, None] * N + n[None, :], m_mask[:, None] & n_mask[None, :]
+    store_rows(y, bias + first_n, residual, out, n, n_mask, offsets, mask, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
 
 
 @triton.jit

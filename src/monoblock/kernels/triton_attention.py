@@ -1,4 +1,4 @@
-"""Triton source of the kernel in gpu_attention.py; imported only if Triton is installed and there is a GPU."""
+"""Triton source of the kernels in gpu_attention.py; imported only if Triton is installed and there is a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from monoblock.kernels.triton import launch_next, store_quantized, wait_for_previous
-from monoblock.kernels.triton_beams import add_keys
+from monoblock.kernels.triton_beams import add_keys, empty_sums
 
 PAGE: tl.constexpr = tl.constexpr(16)  # tokens of a page
 
@@ -32,6 +32,27 @@ def rotate(pointer, offsets, cos, sin, PAIRS: tl.constexpr, ROTARY_LAYOUT: tl.co
     c = tl.load(cos + pair, mask=inside, other=1.0).to(tl.float32)
     s = tl.load(sin + pair, mask=inside, other=0.0).to(tl.float32)
     return x * c + sign * other * s
+
+
+@triton.jit
+def load_queries(
+    q, cos, sin, row, group, first, q_row, q_head, q_token, T,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr,
+    ROTARY_LAYOUT: tl.constexpr, dtype: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Load the queries of QUERIES tokens with HEADS heads and rotate them; also return the token of each.
+
+    They are (ROWS, K), of which some are no queries: tensor cores multiply at least 16 rows.
+    """
+    place, index = tl.arange(0, ROWS), tl.arange(0, K)[None, :]
+    head, token = place // QUERIES, first + place % QUERIES
+    is_query = (head < HEADS) & (token < T)
+    token = tl.where(is_query, token, 0)
+    q_rows = row.to(tl.int64) * q_row + (group * HEADS + head).to(tl.int64) * q_head + token * q_token
+    offsets, angles = index + tl.zeros((ROWS, 1), tl.int32), token[:, None] * PAIRS
+    mask = is_query[:, None] & (offsets < K)
+    query = rotate(q + q_rows[:, None], offsets, cos + angles, sin + angles, PAIRS, ROTARY_LAYOUT, mask)
+    return query.to(dtype), token
 
 
 @triton.jit
@@ -70,6 +91,43 @@ def store_tokens(key, value, keys, values, table, column, mask, keys_page, value
     page = tl.load(table + column // PAGE, mask=mask, other=0).to(tl.int64)
     tl.store(keys + (page * keys_page + slot)[:, None] + index, key, mask=mask[:, None])
     tl.store(values + (page * values_page + slot)[:, None] + index, value, mask=mask[:, None])
+
+
+@triton.jit
+def add_part(attended, part) -> Any:
+    """Add another part of the keys to the running softmax; both may be empty.  No compiler reorders these sums."""
+    largest, total, accumulator = attended
+    part_largest, part_total, part_sums = part
+    new_largest = tl.maximum(largest, part_largest)
+    offset = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+    rescale, weight = tl.exp(largest - offset), tl.exp(part_largest - offset)
+    total = tl.fma(total, rescale, part_total * weight)
+    rescale, weight = rescale[:, None], weight[:, None]
+    accumulator = tl.fma(accumulator, tl.broadcast_to(rescale, accumulator.shape), part_sums * weight)
+    return new_largest, total, accumulator
+
+
+@triton.jit
+def store_part(attended, part, mask, K: tl.constexpr) -> Any:
+    """Store the running softmax of each query, K + 2 numbers, from its pointer in `part` on."""
+    largest, total, accumulator = attended
+    tl.store(part[:, None] + tl.arange(0, K)[None, :], accumulator, mask=None if mask is None else mask[:, None])
+    tl.store(part + K, largest, mask=mask)
+    tl.store(part + K + 1, total, mask=mask)
+
+
+@triton.jit
+def store_attended(
+    attended, out, row, group, first, T, G, HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+    K: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Store the result of a tile of QUERIES tokens with HEADS heads; a query that sees nothing gets 0."""
+    _, total, accumulator = attended
+    place, index = tl.arange(0, ROWS), tl.arange(0, K)[None, :]
+    head, token = place // QUERIES, first + place % QUERIES
+    y = (accumulator / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty)
+    to = ((row.to(tl.int64) * T + token) * (G * HEADS) + group * HEADS + head)[:, None] * K + index
+    tl.store(out + to, y, mask=((head < HEADS) & (token < T))[:, None])
 
 
 @triton.jit
@@ -115,43 +173,33 @@ def attend_pages_kernel(
     if NEW > 0 or not CAUSAL:
         wait_for_previous(PDL)
 
-    dtype = out.dtype.element_ty
     cos += row.to(tl.int64) * angles_row
     sin += row.to(tl.int64) * angles_row
-    place, index = tl.arange(0, ROWS), tl.arange(0, K)[None, :]
-    head, token = place // QUERIES, first + place % QUERIES
-    is_query = (head < HEADS) & (token < T)
-    token = tl.where(is_query, token, 0)
-    q_rows = row.to(tl.int64) * q_row + (group * HEADS + head).to(tl.int64) * q_head + token * q_token
-    offsets, angles = index + tl.zeros((ROWS, 1), tl.int32), token[:, None] * PAIRS
-    mask = is_query[:, None] & (offsets < K)
-    query = rotate(q + q_rows[:, None], offsets, cos + angles, sin + angles, PAIRS, ROTARY_LAYOUT, mask)
-    query = query.to(dtype)  # (ROWS, K): tensor cores multiply at least 16 rows
+    query, token = load_queries(
+        q, cos, sin, row, group, first, q_row, q_head, q_token, T, HEADS, QUERIES, ROWS, K, PAIRS, ROTARY_LAYOUT,
+        out.dtype.element_ty,
+    )  # fmt: skip
 
-    largest = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    accumulator = tl.zeros((ROWS, K), tl.float32)
+    attended = empty_sums(ROWS, K)
     if NEW > 0:  # noqa: SIM102 (the first is decided when the kernel is compiled)
         if split == 0:
             new = tl.arange(0, NEW)
             k += row.to(tl.int64) * k_row + group * k_group
             v += row.to(tl.int64) * v_row + group * v_group
             new_key, new_value = load_new(
-                k, v, new, new < count, k_token, v_token, cos, sin, K, PAIRS, ROTARY_LAYOUT, dtype
+                k, v, new, new < count, k_token, v_token, cos, sin, K, PAIRS, ROTARY_LAYOUT, out.dtype.element_ty
             )
             store_tokens(new_key, new_value, keys, values, table, length + new, new < count, keys_page, values_page, K)
             if QUERIES == 1:  # so is NEW
+                largest, total, accumulator = attended
                 score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), 1) * scale
-                largest = tl.where(count > 0, score, largest)
                 total += tl.where(count > 0, 1.0, 0.0)
-                accumulator += new_value.to(tl.float32)
+                attended = tl.where(count > 0, score, largest), total, accumulator + new_value.to(tl.float32)
             else:
                 visible = (new < count)[None, :] & (new[None, :] <= token[:, None])
                 if WINDOW:
                     visible = visible & (new[None, :] > (token - window)[:, None])
-                largest, total, accumulator = add_keys(
-                    query, new_key, new_value, visible, scale, largest, total, accumulator, PRECISION
-                )
+                attended = add_keys(query, new_key, new_value, visible, scale, attended, PRECISION)
     for start in range(begin, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
         next_key, next_value = load_tokens(keys, values, page, start + BLOCK, end, keys_page, values_page, K, BLOCK)
@@ -161,23 +209,16 @@ def attend_pages_kernel(
             visible = visible & (column[None, :] <= (length + token)[:, None])
         if WINDOW:
             visible = visible & (column[None, :] > (length + token - window)[:, None])
-        largest, total, accumulator = add_keys(
-            query, key, value, visible, scale, largest, total, accumulator, PRECISION
-        )
+        attended = add_keys(query, key, value, visible, scale, attended, PRECISION)
         key, value = next_key, next_value
 
-    results = out + ((row.to(tl.int64) * T + token) * (G * HEADS) + group * HEADS + head)[:, None] * K + index
     if SPLITS == 1:
-        result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(results, result.to(dtype), mask=is_query[:, None])
+        store_attended(attended, out, row, group, first, T, G, HEADS, QUERIES, ROWS, K)
     else:
         program = tile * tl.num_programs(0) + tl.program_id(0)
         parts = partials + program.to(tl.int64) * (HEADS * QUERIES * splits * (K + 2))
-        part = parts + (place * splits + split) * (K + 2)
-        is_row = place < HEADS * QUERIES
-        tl.store(part[:, None] + index, accumulator, mask=is_row[:, None])
-        tl.store(part + K, largest, mask=is_row)
-        tl.store(part + K + 1, total, mask=is_row)
+        place = tl.arange(0, ROWS)
+        store_part(attended, parts + (place * splits + split) * (K + 2), place < HEADS * QUERIES, K)
         tl.debug_barrier()  # all threads have stored before one of them counts the program
         if tl.atomic_add(finished + program, 1, sem="acq_rel") == splits - 1:
             tl.store(finished + program, 0)
@@ -202,9 +243,7 @@ def combine_pages(
     """
     place, index = start + tl.arange(0, COMBINED), tl.arange(0, K)
     is_row = place < HEADS * QUERIES
-    largest = tl.full((COMBINED,), -float("inf"), tl.float32)
-    total = tl.zeros((COMBINED,), tl.float32)
-    accumulator = tl.zeros((COMBINED, K), tl.float32)
+    largest, total, accumulator = empty_sums(COMBINED, K)
     for first_split in range(0, splits, SPLITS):
         split = first_split + tl.arange(0, SPLITS)
         mask = is_row[:, None] & (split < splits)[None, :]
@@ -253,31 +292,6 @@ def write_pages_kernel(
 
 
 @triton.jit
-def add_part(largest, total, accumulator, part_largest, part_total, part_sums) -> Any:
-    """Add another part of the keys to the running softmax; both may be empty.  No compiler reorders these sums."""
-    new_largest = tl.maximum(largest, part_largest)
-    offset = tl.where(new_largest == -float("inf"), 0.0, new_largest)
-    rescale, weight = tl.exp(largest - offset), tl.exp(part_largest - offset)
-    total = tl.fma(total, rescale, part_total * weight)
-    rescale, weight = rescale[:, None], weight[:, None]
-    accumulator = tl.fma(accumulator, tl.broadcast_to(rescale, accumulator.shape), part_sums * weight)
-    return new_largest, total, accumulator
-
-
-@triton.jit
-def store_attended(
-    out, total, accumulator, row, group, first, T, G, HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-    K: tl.constexpr,
-) -> Any:  # fmt: skip
-    """Store the result of a tile of QUERIES tokens with HEADS heads; a query that sees nothing gets 0."""
-    place, index = tl.arange(0, ROWS), tl.arange(0, K)[None, :]
-    head, token = place // QUERIES, first + place % QUERIES
-    y = (accumulator / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty)
-    to = ((row.to(tl.int64) * T + token) * (G * HEADS) + group * HEADS + head)[:, None] * K + index
-    tl.store(out + to, y, mask=((head < HEADS) & (token < T))[:, None])
-
-
-@triton.jit
 def attend_parts_kernel(
     q, keys, values, tables, lengths, counts, cos, sin, out, partials, scale,
     q_row, q_head, q_token, keys_page, keys_group, values_page, values_group, table_row, angles_row, T, G, splits,
@@ -310,23 +324,14 @@ def attend_parts_kernel(
     values += group * values_group
     cos += row.to(tl.int64) * angles_row
     sin += row.to(tl.int64) * angles_row
-    place, index = tl.arange(0, ROWS), tl.arange(0, K)[None, :]
-    head, token = place // QUERIES, first + place % QUERIES
-    is_query = (head < HEADS) & (token < T)
-    token = tl.where(is_query, token, 0)
-    q_rows = row.to(tl.int64) * q_row + (group * HEADS + head).to(tl.int64) * q_head + token * q_token
-    offsets, angles = index + tl.zeros((ROWS, 1), tl.int32), token[:, None] * PAIRS
-    mask = is_query[:, None] & (offsets < K)
-    query = rotate(q + q_rows[:, None], offsets, cos + angles, sin + angles, PAIRS, ROTARY_LAYOUT, mask)
-    query = query.to(out.dtype.element_ty)
+    query, token = load_queries(
+        q, cos, sin, row, group, first, q_row, q_head, q_token, T, HEADS, QUERIES, ROWS, K, PAIRS, ROTARY_LAYOUT,
+        out.dtype.element_ty,
+    )  # fmt: skip
 
-    largest = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    accumulator = tl.zeros((ROWS, K), tl.float32)
+    attended = empty_sums(ROWS, K)
     for part in range(low, high):
-        part_largest = tl.full((ROWS,), -float("inf"), tl.float32)
-        part_total = tl.zeros((ROWS,), tl.float32)
-        part_sums = tl.zeros((ROWS, K), tl.float32)
+        added = empty_sums(ROWS, K)
         for start in range(tl.maximum(part * PART, begin), tl.minimum((part + 1) * PART, stop), BLOCK):
             column = start + tl.arange(0, BLOCK)
             page = load_pages(table, start, stop, BLOCK)
@@ -336,19 +341,14 @@ def attend_parts_kernel(
                 visible = visible & (column[None, :] <= (length + token)[:, None])
             if WINDOW:
                 visible = visible & (column[None, :] > (length + token - window)[:, None])
-            part_largest, part_total, part_sums = add_keys(
-                query, key, value, visible, scale, part_largest, part_total, part_sums, "ieee"
-            )
-        largest, total, accumulator = add_part(largest, total, accumulator, part_largest, part_total, part_sums)
+            added = add_keys(query, key, value, visible, scale, added, "ieee")
+        attended = add_part(attended, added)
 
     if SPLIT:
         tile_part = ((tl.program_id(0) * tl.num_programs(2) + tile) * splits + split).to(tl.int64)
-        partial = partials + (tile_part * ROWS + place) * (K + 2)
-        tl.store(partial[:, None] + index, accumulator)
-        tl.store(partial + K, largest)
-        tl.store(partial + K + 1, total)
+        store_part(attended, partials + (tile_part * ROWS + tl.arange(0, ROWS)) * (K + 2), None, K)
     else:
-        store_attended(out, total, accumulator, row, group, first, T, G, HEADS, QUERIES, ROWS, K)
+        store_attended(attended, out, row, group, first, T, G, HEADS, QUERIES, ROWS, K)
 
 
 @triton.jit
@@ -361,14 +361,10 @@ def add_parts_kernel(
     wait_for_previous(PDL)
     row, group, tile = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
     place, index = tl.arange(0, ROWS), tl.arange(0, K)[None, :]
-    largest = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    accumulator = tl.zeros((ROWS, K), tl.float32)
+    attended = empty_sums(ROWS, K)
     first_part = (tl.program_id(0) * tl.num_programs(1) + tile).to(tl.int64) * splits
     for split in range(0, splits):
         partial = partials + ((first_part + split) * ROWS + place) * (K + 2)
         part_sums = tl.load(partial[:, None] + index)
-        largest, total, accumulator = add_part(
-            largest, total, accumulator, tl.load(partial + K), tl.load(partial + K + 1), part_sums
-        )
-    store_attended(out, total, accumulator, row, group, tile * QUERIES, T, G, HEADS, QUERIES, ROWS, K)
+        attended = add_part(attended, (tl.load(partial + K), tl.load(partial + K + 1), part_sums))
+    store_attended(attended, out, row, group, tile * QUERIES, T, G, HEADS, QUERIES, ROWS, K)

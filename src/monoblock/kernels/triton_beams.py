@@ -29,8 +29,16 @@ def tile_of_queries(G, queries, HEADS: tl.constexpr, ROWS: tl.constexpr) -> Any:
 
 
 @triton.jit
-def add_keys(query, key, value, visible, scale, largest, total, accumulator, PRECISION: tl.constexpr) -> Any:
+def empty_sums(ROWS: tl.constexpr, K: tl.constexpr) -> Any:
+    """Return the running softmax of ROWS queries without a key: largest score, sum, and weighted sum of values."""
+    largest = tl.full((ROWS,), -float("inf"), tl.float32)
+    return largest, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, K), tl.float32)
+
+
+@triton.jit
+def add_keys(query, key, value, visible, scale, attended, PRECISION: tl.constexpr) -> Any:
     """Add the keys and values of one block to the running softmax of all queries (ROWS, K)."""
+    largest, total, accumulator = attended
     score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     score = tl.where(visible, score, -float("inf"))
     new_largest = tl.maximum(largest, tl.max(score, 1))
@@ -71,13 +79,8 @@ def attend_beams_kernel(
     slots = (length * beams + new)[:, None]
     tl.store(keys + slots * keys_column + features, new_key, mask=is_new[:, None])
     tl.store(values + slots * values_column + features, new_value, mask=is_new[:, None])
-    largest = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    accumulator = tl.zeros((ROWS, K), tl.float32)
     own = beam[:, None] == new[None, :]
-    largest, total, accumulator = add_keys(
-        query, new_key, new_value, own, scale, largest, total, accumulator, PRECISION
-    )
+    attended = add_keys(query, new_key, new_value, own, scale, empty_sums(ROWS, K), PRECISION)
 
     writers += row * writers_row + beam[:, None] * writers_beam
     for start in range(0, length * beams, BLOCK):
@@ -87,9 +90,8 @@ def attend_beams_kernel(
         value = load_tile(values, slot, values_column, is_old, K)
         writer = tl.load(writers + (slot // beams)[None, :], mask=is_old[None, :], other=255)
         visible = writer.to(tl.int32) == (slot % beams).to(tl.int32)[None, :]
-        largest, total, accumulator = add_keys(
-            query, key, value, visible, scale, largest, total, accumulator, PRECISION
-        )
+        attended = add_keys(query, key, value, visible, scale, attended, PRECISION)
+    _, total, accumulator = attended
     result = (accumulator / total[:, None]).to(out.dtype.element_ty)
     to = ((row * beams + beam) * (G * HEADS) + head)[:, None] * K + features
     tl.store(out + to, result, mask=is_query[:, None])
@@ -114,9 +116,7 @@ def attend_source_kernel(
     values += row * values_row + group * values_head
     q_rows = tl.where(is_query, head * q_head + number * q_query, 0)
     query = load_tile(q + row * q_row, q_rows, 1, is_query, K)
-    largest = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    accumulator = tl.zeros((ROWS, K), tl.float32)
+    attended = empty_sums(ROWS, K)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         visible = column < columns
@@ -124,9 +124,8 @@ def attend_source_kernel(
             visible &= tl.load(valid + row * valid_row + column, mask=visible, other=0) != 0
         key = load_tile(keys, column, keys_column, visible, K)
         value = load_tile(values, column, values_column, visible, K)
-        largest, total, accumulator = add_keys(
-            query, key, value, visible[None, :], scale, largest, total, accumulator, PRECISION
-        )
+        attended = add_keys(query, key, value, visible[None, :], scale, attended, PRECISION)
+    _, total, accumulator = attended
     result = (accumulator / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty)
     to = ((row * queries + number) * (G * HEADS) + head)[:, None] * K + tl.arange(0, K)[None, :]
     tl.store(out + to, result, mask=is_query[:, None])
@@ -134,22 +133,20 @@ def attend_source_kernel(
 
 @triton.jit
 def segment_maxima_kernel(
-    logits, maxima, log_sums, row_stride, V, segments, size,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> Any:  # fmt: skip
-    """Each program reads one row of logits: the maximum of every segment of `size` values, and log Σ exp(logit)."""
+    logits, maxima, log_sums, row_stride, V, segments, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+) -> Any:
+    """Each program reads one row of logits: the maximum of every segment of SIZE values, and log Σ exp(logit)."""
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     wait_for_previous(PDL)
     logits += row * row_stride
     maxima += row * segments
-    column = tl.arange(0, COLUMNS)[None, :]
+    column = tl.arange(0, SIZE)[None, :]
     largest, total = -float("inf"), 0.0
     for first in range(0, segments, BLOCK):
         segment = first + tl.arange(0, BLOCK)
-        token = segment[:, None] * size + column
-        inside = (column < size) & (token < V)
-        x = tl.load(logits + token, mask=inside, other=-float("inf")).to(tl.float32)
+        token = segment[:, None] * SIZE + column
+        x = tl.load(logits + token, mask=token < V, other=-float("inf")).to(tl.float32)
         top = tl.max(x, 1)
         tl.store(maxima + segment, top, mask=segment < segments)
         new_largest = tl.maximum(largest, tl.max(top, 0))
@@ -161,8 +158,8 @@ def segment_maxima_kernel(
 @triton.jit
 def best_tokens_kernel(
     logits, maxima, log_sums, scores, best_scores, best_beams, best_tokens,
-    beam_stride, V, segments, size, beams, count,
-    SEGMENTS: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    beam_stride, V, segments, beams, count,
+    SEGMENTS: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Each program finds the `count` best continuations of one search: first the best segments, then the best in them.
 
@@ -178,9 +175,8 @@ def best_tokens_kernel(
     place = tl.arange(0, SEGMENTS)
     inside = place < beams * segments
     beam = place // segments
-    sums = tl.load(maxima + place, mask=inside, other=0.0) + tl.load(scores + beam, mask=inside, other=0.0).to(
-        tl.float32
-    )
+    score = tl.load(scores + beam, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.load(maxima + place, mask=inside, other=0.0) + score
     sums -= tl.load(log_sums + beam, mask=inside, other=0.0)
     sums = tl.where(inside, tl.where(sums != sums, float("inf"), sums), -float("inf"))
     order = tl.arange(0, COUNT)
@@ -191,8 +187,8 @@ def best_tokens_kernel(
         sums = tl.where(place == first, -float("inf"), sums)
 
     beam = chosen // segments
-    token = (chosen % segments)[:, None] * size + tl.arange(0, COLUMNS)[None, :]
-    inside = (order < count)[:, None] & (tl.arange(0, COLUMNS) < size)[None, :] & (token < V)
+    token = (chosen % segments)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = (order < count)[:, None] & (token < V)
     added = tl.load(scores + beam).to(tl.float32) - tl.load(log_sums + beam)
     x = tl.load(logits + beam[:, None] * beam_stride + token, mask=inside, other=0.0).to(tl.float32) + added[:, None]
     x = tl.where(inside, tl.where(x != x, float("inf"), x), -float("inf"))

@@ -39,14 +39,6 @@ def dequantize_kernel(weight, scales, out, K, GROUP: tl.constexpr, BITS: tl.cons
 
 
 @triton.jit
-def dot4(a, b) -> Any:
-    """Return the dot product of the four signed bytes in each word of a and b."""
-    return tl.inline_asm_elementwise(
-        "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
 def add_dot4(a, b, total) -> Any:
     """Add to `total` the dot product of the four signed bytes in each word of a and b."""
     return tl.inline_asm_elementwise(
@@ -100,10 +92,11 @@ def load_vector(
 @triton.jit
 def multiply_words(w, scale, low, high, x_scale, x_sum, BITS: tl.constexpr, BLOCKS: tl.constexpr) -> Any:
     """Multiply words of weights by their part of the vector; return the products (BLOCKS, rows)."""
+    zero = tl.zeros_like(w)
     if BITS == 8:
-        dot = dot4(w, tl.broadcast_to(low, w.shape))
+        dot = add_dot4(w, tl.broadcast_to(low, w.shape), zero)
     else:
-        dot = dot4(w & LOW_NIBBLES, tl.broadcast_to(low, w.shape))
+        dot = add_dot4(w & LOW_NIBBLES, tl.broadcast_to(low, w.shape), zero)
         dot = add_dot4((w >> 4) & LOW_NIBBLES, tl.broadcast_to(high, w.shape), dot)
     dot = tl.sum(tl.reshape(dot, (BLOCKS, 4, w.shape[1])), 1).to(tl.float32)
     if BITS == 8:
@@ -112,13 +105,6 @@ def multiply_words(w, scale, low, high, x_scale, x_sum, BITS: tl.constexpr, BLOC
         minimum = (scale & -65536).to(tl.float32, bitcast=True)
         products = dot * ((scale << 16).to(tl.float32, bitcast=True) * x_scale) + minimum * x_sum
     return products
-
-
-@triton.jit
-def load_norm_factor(squares, K, eps, SQUARES: tl.constexpr) -> Any:
-    """Return 1 / sqrt(mean of x² + eps) for a vector x of K elements, given the sum of x² in each block of 32."""
-    block = tl.arange(0, SQUARES)
-    return tl.rsqrt(tl.sum(tl.load(squares + block, mask=block * 32 < K, other=0.0), 0) / K + eps)
 
 
 @triton.jit
@@ -149,7 +135,10 @@ def quantized_matvec_kernel(
         next_scale = load_scales(scales, 0, num_blocks, GROUP, BITS, BLOCKS, EVEN=False)
     norm_scale = tl.load(norm_weight + rows).to(tl.float32) if HAS_NORM else 1.0
     wait_for_previous(PDL)
-    factor = load_norm_factor(x_squares, K, eps, SQUARES) if SQUARES > 0 else 1.0
+    if SQUARES > 0:
+        block = tl.arange(0, SQUARES)
+        square = tl.sum(tl.load(x_squares + block, mask=block * 32 < K, other=0.0), 0)
+        factor = tl.rsqrt(square / K + eps)
     total = tl.zeros((BLOCKS, ROWS), tl.float32)
     for first in range(0, num_blocks, BLOCKS):
         last_w = load_words(weight, first + AHEAD * BLOCKS, num_blocks, BLOCKS, EVEN)  # while others are multiplied
@@ -162,8 +151,10 @@ def quantized_matvec_kernel(
         total += multiply_words(w, scale, low, high, x_scale, x_sum, BITS, BLOCKS)
         w = next_w if AHEAD == 2 else last_w
         next_w = last_w
-    y = tl.sum(total, 0) * factor if SQUARES > 0 else tl.sum(total, 0)
-    y = store_rows(y, rows, row_mask, bias, residual, out, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
+    y = tl.sum(total, 0)
+    if SQUARES > 0:
+        y *= factor
+    y = store_rows(y, bias, residual, out, rows, row_mask, rows, row_mask, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
     if HAS_NORM:
         y = y.to(tl.float32)
         tl.store(norm_squares + tl.program_id(0), tl.sum(y * y, 0))

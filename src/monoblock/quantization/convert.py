@@ -11,18 +11,17 @@ import torch
 from torch import nn
 
 from monoblock.config.model import ModelConfig, QuantizeConfig
-from monoblock.errors import ConfigError, InputError
+from monoblock.errors import InputError
 from monoblock.nn.arguments import check_model
 from monoblock.nn.experts import Experts
 from monoblock.nn.lora import lora_layers, replace_module
 from monoblock.nn.transformer import Transformer
-from monoblock.quantization.modules import BUFFER_NAMES, QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
+from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
 
 M = TypeVar("M", bound=nn.Module)
 
 DEFAULT_GROUP_SIZES = {8: 64, 4: 32}  # bits -> weights that share a scale
 TABLE_MODULES = ("input.token", "target.token", "head.output")  # quantized to table_bits
-SKIPPED_MODULES = ("router",)  # few weights, and they decide which experts a token gets
 
 
 def quantize(
@@ -43,25 +42,12 @@ def quantize(
     accuracy and makes prompts faster on a CPU (see `QuantizeConfig`).
     """
     check_model(model, Transformer, "quantize")
-    if bits not in DEFAULT_GROUP_SIZES or table_bits not in DEFAULT_GROUP_SIZES:
-        option = f"bits={bits}" if bits not in DEFAULT_GROUP_SIZES else f"table_bits={table_bits}"
-        raise ConfigError(f"{option} is not possible, because weights are stored in 8 or 4 bits; write 8 or 4")
-    if activation_bits not in (16, 8):
-        raise ConfigError(
-            f"activation_bits={activation_bits} is not possible, because activations are rounded to 16 or 8 bits; "
-            "write 16 or 8"
-        )
     if model.config.quantize is not None:
         raise InputError(
             f"this model is quantized to {model.config.quantize.bits} bits already; give the model before quantization"
         )
-    group_size = DEFAULT_GROUP_SIZES[bits] if group is None else group
-    scheme = QuantizeConfig(
-        bits=bits,  # type: ignore[arg-type]
-        group=group_size,
-        table_bits=table_bits,  # type: ignore[arg-type]
-        activation_bits=activation_bits,  # type: ignore[arg-type]
-    )
+    numbers: dict[str, Any] = {"bits": bits, "table_bits": table_bits, "activation_bits": activation_bits}
+    scheme = QuantizeConfig(**numbers, group=DEFAULT_GROUP_SIZES.get(bits, 64) if group is None else group)
     quantized = quantize_modules(copy_sharing_weights(merge_adapters(model)), scheme, progress)
     for tensor in [*quantized.parameters(), *quantized.buffers()]:
         if tensor.is_floating_point() and not tensor.is_meta:
@@ -113,8 +99,8 @@ def merge_adapters(model: M) -> M:
 def stored_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """Return the dtype of every tensor that belongs to a quantized matrix, by its name in the state_dict."""
     matrices = [(path, module) for path, module in model.named_modules() if isinstance(module, QuantizedMatrix)]
-    buffers = [(f"{path}.{name}", getattr(module, name)) for path, module in matrices for name in BUFFER_NAMES]
-    return {name: tensor.dtype for name, tensor in buffers if tensor is not None}
+    buffers = [(f"{path}.{name}", tensor) for path, module in matrices for name, tensor in module.named_buffers()]
+    return {name: tensor.dtype for name, tensor in buffers}
 
 
 def copy_sharing_weights(model: M) -> M:
@@ -122,10 +108,9 @@ def copy_sharing_weights(model: M) -> M:
 
     Moving or casting one of the two models does not change the other.
     """
-    memo: dict[int, object] = {
-        id(p): nn.Parameter(p.detach(), p.requires_grad and not p.is_inference()) for p in model.parameters()
-    }
-    memo |= {id(buffer): buffer.detach() for buffer in model.buffers()}
+    memo: dict[int, object] = {id(buffer): buffer.detach() for buffer in model.buffers()}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(p.detach(), p.requires_grad and not p.is_inference())
     return copy.deepcopy(model, memo)
 
 
@@ -138,7 +123,8 @@ def quantize_modules(
         bits = config.table_bits if path in TABLE_MODULES else config.bits
         quantized = _quantize_module(getattr(parent, name), bits, config.group)
         quantized.activation_bits = config.activation_bits
-        replace_child(parent, name, quantized)
+        parent._parameters.pop(name, None)  # of stacked experts
+        parent._modules[name] = quantized
         if progress is not None:
             progress(done, len(matrices))
     model.config = replace(model.config, quantize=config)
@@ -150,7 +136,8 @@ def quantizable_matrices(model: Transformer) -> Iterator[tuple[nn.Module, str, s
     for path, module in model.named_modules():
         for name, child in module.named_children():
             full_name = f"{path}.{name}" if path else name
-            is_linear = isinstance(child, nn.Linear) and name not in SKIPPED_MODULES
+            # A router has few weights, and they decide which experts a token gets.
+            is_linear = isinstance(child, nn.Linear) and name != "router"
             if is_linear or (isinstance(child, nn.Embedding) and full_name in TABLE_MODULES):
                 yield module, name, full_name
         if isinstance(module, Experts):
@@ -165,9 +152,3 @@ def _quantize_module(matrix: nn.Module | torch.Tensor, bits: int, group: int) ->
         return QuantizedLinear.from_linear(matrix, bits, group)
     assert isinstance(matrix, nn.Embedding)
     return QuantizedEmbedding.from_weight(matrix.weight, bits, group)
-
-
-def replace_child(parent: nn.Module, name: str, module: nn.Module) -> None:
-    parent._parameters.pop(name, None)
-    parent._modules.pop(name, None)
-    parent.add_module(name, module)

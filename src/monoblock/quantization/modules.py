@@ -9,10 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monoblock.quantization.activations import round_activations
-from monoblock.quantization.packing import PackedMatrix, empty_packed, group_size, pack, unpack
-
-BUFFER_NAMES = ("packed", "scale", "least")
+from monoblock.quantization.packing import PackedMatrix, empty_packed, group_size, pack, round_activations, unpack
 
 
 class QuantizedMatrix(nn.Module):
@@ -30,7 +27,7 @@ class QuantizedMatrix(nn.Module):
     def __init__(self, matrix: PackedMatrix, in_features: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.dtype = in_features, dtype
-        for name, tensor in zip(BUFFER_NAMES, matrix, strict=True):
+        for name, tensor in matrix._asdict().items():
             self.register_buffer(name, tensor)
 
     @classmethod

@@ -5,13 +5,13 @@
                                 nibbles of 16 bytes and the others the upper nibbles
 
 Scales s and minima m are bfloat16; q is chosen after they are rounded to bfloat16, so that the rounding adds almost no
-error.
+error.  Activations can be rounded to 8 bits with the same groups, as x = s q with s = max |x| / 127 in fp32.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from monoblock.errors import InputError
 from monoblock.kernels.cpu.library import load_kernels
 
 NIBBLE_BLOCK = 16
+SMALLEST = 1e-30  # activations whose largest |x| in a group is not above this become zeros
 KERNEL_MIN_WEIGHTS = 1 << 20  # for fewer weights, the packing kernel is not worth compiling
 CHUNK_WEIGHTS = 1 << 22  # weights quantized at once, which limits the memory that 4-bit quantization needs
 RANGE_STEPS = [14.0 + step / 4 for step in range(9)]  # 4 bits: steps across a group's range; beyond 15 it is clipped
@@ -38,26 +39,29 @@ def pack(weight: Tensor, bits: int, group: int) -> PackedMatrix:
     """Quantize a matrix (…, rows, in_features); the last group of a row is padded with zeros."""
     if not bool(weight.isfinite().all()):
         raise InputError("a weight is not a finite number, so it cannot be quantized; look for where training diverged")
-    padded = F.pad(weight.detach(), (0, -weight.shape[-1] % group))
-    groups = padded.reshape(-1, group)
+    groups = F.pad(weight.detach(), (0, -weight.shape[-1] % group)).reshape(-1, group)
     quantize_groups = _quantize_int8 if bits == 8 else _quantize_int4
     chunks = [quantize_groups(chunk.float()) for chunk in groups.split(max(1, CHUNK_WEIGHTS // group))]
     integers, *scales = (torch.cat(tensors) for tensors in zip(*chunks, strict=True))
     if bits == 4:
-        integers = _pack_nibbles(integers)
+        low, high = integers.unflatten(-1, (-1, 2, NIBBLE_BLOCK)).unbind(-2)
+        integers = (low | high << 4).flatten(-2)
     rows = weight.shape[:-1]
     return PackedMatrix(integers.reshape(*rows, -1), *(scale.reshape(*rows, -1) for scale in scales))
 
 
 def unpack(matrix: PackedMatrix, in_features: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Dequantize a matrix to (…, rows, in_features), rounded once to `dtype`."""
-    integers = matrix.packed if matrix.least is None else _unpack_nibbles(matrix.packed)
-    grouped = integers.unflatten(-1, (matrix.scale.shape[-1], -1)).to(dtype)
+    integers = matrix.packed
+    if matrix.least is not None:
+        blocks = integers.unflatten(-1, (-1, NIBBLE_BLOCK))
+        integers = torch.stack((blocks & 15, blocks >> 4), dim=-2).flatten(-3)
+    weight = integers.unflatten(-1, (matrix.scale.shape[-1], -1)).to(dtype)
     scale = matrix.scale.to(dtype)[..., None]
-    # In 16 bits the product alone would be rounded, by more than the weight; addcmul rounds the sum.
-    weight = (
-        grouped * scale if matrix.least is None else torch.addcmul(matrix.least.to(dtype)[..., None], grouped, scale)
-    )
+    if matrix.least is None:
+        weight = weight * scale
+    else:  # in 16 bits the product alone would be rounded, by more than the weight; addcmul rounds the sum
+        weight = torch.addcmul(matrix.least.to(dtype)[..., None], weight, scale)
     return weight.flatten(-2)[..., :in_features]
 
 
@@ -71,12 +75,9 @@ def empty_packed(shape: tuple[int, ...], bits: int, group: int, device: torch.de
     *rows, in_features = shape
     groups = math.ceil(in_features / group)
     dtype, columns = (torch.int8, groups * group) if bits == 8 else (torch.uint8, groups * group // 2)
-
-    def empty_scales() -> Tensor:
-        return torch.empty((*rows, groups), dtype=torch.bfloat16, device=device)
-
     integers = torch.empty((*rows, columns), dtype=dtype, device=device)
-    return PackedMatrix(integers, empty_scales(), empty_scales() if bits == 4 else None)
+    scale = torch.empty((*rows, groups), dtype=torch.bfloat16, device=device)
+    return PackedMatrix(integers, scale, torch.empty_like(scale) if bits == 4 else None)
 
 
 # -- groups: tensors of shape (groups, weights) -----------------------------------------------------------------------
@@ -87,15 +88,11 @@ def _quantize_int8(group: Tensor) -> tuple[Tensor, Tensor]:
 
     The scale is rounded up to bfloat16, so that nothing is clipped.
     """
-    if (
-        group.device.type == "cpu"
-        and group.shape[-1] % NIBBLE_BLOCK == 0
-        and group.numel() >= KERNEL_MIN_WEIGHTS
-        and load_kernels().is_ready
-    ):
-        integers, scale = torch.ops.monoblock.quantize_int8(group.contiguous())
-        return integers, scale
-    return quantize_int8_reference(group)
+    is_large = group.device.type == "cpu" and group.numel() >= KERNEL_MIN_WEIGHTS
+    if not is_large or group.shape[-1] % NIBBLE_BLOCK or not load_kernels().is_ready:
+        return quantize_int8_reference(group)
+    integers, scale = torch.ops.monoblock.quantize_int8(group.contiguous())
+    return integers, scale
 
 
 def quantize_int8_reference(group: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,8 +122,7 @@ def _quantize_int4(group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     best = torch.full_like(low, math.inf)
     scale, least = spread / 15, low
     for steps in RANGE_STEPS:
-        middle = (high + low) / 2
-        start = middle - 7.5 * spread / steps
+        start = (high + low) / 2 - 7.5 * spread / steps
         integers = ((group - start) * (steps / spread)).round().clamp(0, 15)
         s, m = _fit_scale_and_minimum(group, integers)
         error = (_nearest_levels(group, s, m) * s + m - group).square().sum(-1, keepdim=True)
@@ -150,13 +146,29 @@ def _nearest_levels(group: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     return ((group - least) / _replace_zeros(scale)).round().clamp(0, 15)
 
 
-def _pack_nibbles(integers: Tensor) -> Tensor:
-    """Pack (groups, weights) integers from 0 to 15 into (groups, weights / 2) bytes."""
-    low, high = integers.unflatten(-1, (-1, 2, NIBBLE_BLOCK)).unbind(-2)
-    return (low | high << 4).flatten(-2)
+# -- activations ------------------------------------------------------------------------------------------------------
 
 
-def _unpack_nibbles(packed: Tensor) -> Tensor:
-    """Unpack (…, columns / 2) bytes into (…, columns) integers from 0 to 15."""
-    blocks = packed.unflatten(-1, (-1, NIBBLE_BLOCK))
-    return torch.stack((blocks & 15, blocks >> 4), dim=-2).flatten(-3)
+def round_activations(x: Tensor, group: int) -> Tensor:
+    """Return activations x (…, inputs) rounded to 8 bits; the last group may have fewer inputs.
+
+    A group with an infinity or a NaN becomes NaN.  The gradient passes through unchanged.  The C++ kernels of
+    kernels/cpu round with the same floating-point operations.
+    """
+    return _RoundActivations.apply(x, group)
+
+
+class _RoundActivations(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        groups = F.pad(wide, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
+        largest = groups.abs().amax(-1, keepdim=True)
+        scale = torch.full_like(largest, 127) / largest  # 127 / largest would be 127 (1 / largest)
+        integers = (groups * torch.where(largest > SMALLEST, scale, 0.0)).round()
+        rounded = integers * (largest / 127)
+        return rounded.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None

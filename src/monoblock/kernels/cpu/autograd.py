@@ -32,12 +32,12 @@ def is_eager_training(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or tensors[0].numel() < MIN_ELEMENTS:
         return False
-    is_supported = all(type(x) in PLAIN_TYPES and x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
-    if not is_supported or not any(x.requires_grad for x in tensors) or torch.is_autocast_enabled("cpu"):
+    if not all(type(x) in PLAIN_TYPES and x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors):
         return False
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
     is_traced = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
-    return not is_transformed and not is_traced
+    is_plain = not is_transformed and not is_traced and not torch.is_autocast_enabled("cpu")
+    return is_plain and any(x.requires_grad for x in tensors)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -46,13 +46,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     With matrix tiles (AMX), fp32 numbers are split into three bfloat16 numbers each; the result is as accurate as in
     fp32, and takes less time.
     """
-    if (
-        x.dim() > 1
-        and x.numel() >= MIN_TILE_ROWS * x.shape[-1]
-        and is_eager_training(x, weight, *(() if bias is None else (bias,)))
-        and weight.is_contiguous()
-        and has_matrix_tiles()
-    ):
+    tensors, is_large = (x, weight) if bias is None else (x, weight, bias), x.numel() >= MIN_TILE_ROWS * x.shape[-1]
+    if x.dim() > 1 and is_large and is_eager_training(*tensors) and weight.is_contiguous() and has_matrix_tiles():
         return _LinearFunction.apply(x, weight, bias)
     with onednn.disabled_where_slow():
         return F.linear(x, weight, bias)
@@ -68,15 +63,11 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        is_differentiable = torch.is_grad_enabled()  # double backward
-        grad_x = grad_weight = grad_bias = None
+        rows, grad_x = grad.flatten(0, -2), None
         if needs_x:
-            grad_x = grad @ weight if is_differentiable else torch.ops.monoblock.linear_tiles_grad_input(grad, weight)
-        if needs_weight:
-            grad_weight = grad.flatten(0, -2).T @ x.flatten(0, -2)
-        if needs_bias:
-            grad_bias = grad.flatten(0, -2).sum(0)
-        return grad_x, grad_weight, grad_bias
+            is_double = torch.is_grad_enabled()  # double backward
+            grad_x = grad @ weight if is_double else torch.ops.monoblock.linear_tiles_grad_input(grad, weight)
+        return grad_x, rows.T @ x.flatten(0, -2) if needs_weight else None, rows.sum(0) if needs_bias else None
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

@@ -14,8 +14,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,9 +45,8 @@ def load_kernels() -> KernelStatus:
     """
     compiler = find_compiler()
     if compiler is None:
-        return KernelStatus(
-            False, f"no C++ compiler was found ({', '.join(COMPILERS)}), so weights are dequantized first"
-        )
+        problem = f"no C++ compiler was found ({', '.join(COMPILERS)}), so weights are dequantized first"
+        return KernelStatus(False, problem)
     try:
         with _LOADING:  # functools.cache may run this in several threads at once
             _load_library(_build_library(compiler))
@@ -122,30 +119,26 @@ def _build_library(compiler: str) -> Path:
     if stored is not None:
         return stored
     library = library_cache.make_library_folder() / name
-    torch_folder = Path(torch.__file__).parent
-    include = torch_folder / "include"
-    headers = [f"-I{SOURCE_FOLDER}", f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
-    libraries = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
-    with _exclusive_lock(library.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=library.parent) as folder:
+    parts = Path(torch.__file__).parent
+    headers = [f"-I{folder}" for folder in (SOURCE_FOLDER, parts / "include", parts / "include/torch/csrc/api/include")]
+    libraries = [f"-L{parts / 'lib'}", "-lc10", "-ltorch_cpu"]
+    import fcntl  # not available on Windows, where none of COMPILERS is expected
+
+    lock = library.with_suffix(".lock").open("w")  # so that only one process compiles at a time
+    with lock, tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if library_cache.is_intact(library):  # another process has compiled it
             return library
         output = Path(folder) / name
-        arguments = [*command, *headers, str(MAIN_SOURCE), *libraries, "-o", str(output)]
-        subprocess.run(
-            arguments, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILER_TIMEOUT
-        )
+        _run([*command, *headers, str(MAIN_SOURCE), *libraries, "-o", str(output)], COMPILER_TIMEOUT)
         library_cache.store_library(output, library)
     return library
 
 
-@contextmanager
-def _exclusive_lock(lock: Path) -> Iterator[None]:
-    """Hold a lock file, so that only one process compiles at a time."""
-    import fcntl  # not available on Windows, where none of COMPILERS is expected
-
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _run(command: list[str], timeout: int) -> str:
+    """Return what a command writes; raise OSError or SubprocessError if it fails."""
+    done = subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=timeout)
+    return done.stdout
 
 
 def _build_hash(command: list[str]) -> str:
@@ -154,11 +147,9 @@ def _build_hash(command: list[str]) -> str:
     This includes the processor, because machines that share a home folder may have different ones. Raise OSError or
     SubprocessError if the compiler does not tell its version.
     """
-    version = subprocess.run(
-        [command[0], "--version"], check=True, capture_output=True, text=True, errors="replace", timeout=VERSION_TIMEOUT
-    )
+    version = _run([command[0], "--version"], VERSION_TIMEOUT)
     sources = [file.read_text(encoding="utf-8") for file in SOURCES]
-    parts = [*sources, torch.__version__, *command, version.stdout, _processor_features()]
+    parts = [*sources, torch.__version__, *command, version, _processor_features()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

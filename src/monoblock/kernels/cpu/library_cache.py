@@ -91,19 +91,18 @@ def _is_trusted(status: os.stat_result) -> bool:
 
 
 def _is_trusted_folder(folder: Path) -> bool:
-    """Return whether only this user, or root, can write into a folder, and no other user can replace it by another."""
+    """Return whether only this user, or root, can write into a folder, and no other user can replace it by another.
+
+    A group of users is taken to be that of one user, where it can only rename a folder.
+    """
     try:
         resolved = folder.resolve()
+        above = [parent.stat() for parent in resolved.parents]
         is_own = resolved.is_dir() and _is_trusted(resolved.stat())
-        return is_own and not any(_lets_others_rename(parent.stat()) for parent in resolved.parents)
     except OSError:
         return False
-
-
-def _lets_others_rename(status: os.stat_result) -> bool:
-    """Return whether another user can rename what is in a folder; a group of users is taken to be that of one user."""
-    is_open = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
-    return bool(is_open) or status.st_uid not in (_user_id(), ROOT)
+    is_open = any(one.st_mode & stat.S_IWOTH and not one.st_mode & stat.S_ISVTX for one in above)
+    return is_own and not is_open and {one.st_uid for one in above} <= {_user_id(), ROOT}
 
 
 def _read_trusted(path: Path) -> bytes | None:
