@@ -27,7 +27,7 @@ from monoblock.inference.engine import Engine
 from monoblock.inference.settings import Settings
 from monoblock.inference.speculative import DraftModel, PromptLookup, Proposer
 from monoblock.kernels.gpu import Activations, QuantizedVector, argmax, gated_activation, gated_linear, linear, norm
-from monoblock.kernels.gpu_attention import attend_step
+from monoblock.kernels.gpu_attention import attend_pages
 from monoblock.kernels.gpu_quantized import NextNorm, prepare_matrix, quantized_linear
 from monoblock.nn.attention import attend
 from monoblock.nn.norm import rms_norm
@@ -179,8 +179,10 @@ def check_attention(B: int, H: int, G: int, K: int, layout: str | None) -> str:
     capacity = 320
     make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     q, k, v = make(B, H, 1, K), make(B, G, 1, K), make(B, G, 1, K)
-    keys, values = make(B, G, capacity + 1, K), make(B, G, capacity + 1, K)
-    lengths = torch.randint(0, capacity, (B,), device="cuda")
+    tables = torch.arange(B * capacity // 16, device="cuda", dtype=torch.int32).view(B, -1)
+    keys, values = make(tables.numel(), G, 16, K), make(tables.numel(), G, 16, K)
+    lengths, counts = torch.randint(0, capacity, (B,), device="cuda"), torch.ones(B, dtype=torch.long, device="cuda")
+    rows = lambda pages: pages.unflatten(0, tables.shape).transpose(1, 2).flatten(2, 3)  # (B, G, capacity, K)
     cos = sin = None
     wide_q, wide_k = q.double(), k.double()
     if layout is not None:
@@ -188,15 +190,15 @@ def check_attention(B: int, H: int, G: int, K: int, layout: str | None) -> str:
         cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
         angles = RotaryAngles(cos.double(), sin.double(), layout == "interleaved")
         wide_q, wide_k = apply_rotary(wide_q, angles), apply_rotary(wide_k, angles)
-    all_k, all_v = keys.double(), values.double()
+    all_k, all_v = rows(keys).double(), rows(values).double()
     for row in range(B):
         all_k[row, :, lengths[row]], all_v[row, :, lengths[row]] = wide_k[row, :, 0], v[row, :, 0].double()
-    mask = (torch.arange(capacity + 1, device="cuda")[None] <= lengths[:, None])[:, None, None]
+    mask = (torch.arange(capacity, device="cuda")[None] <= lengths[:, None])[:, None, None]
     expected = attend(wide_q, all_k, all_v, mask)
     options = {"scale": None, "cos": cos, "sin": sin, "layout": layout}
-    for _ in range(3):  # the counters of a call are 0 again after it
-        out = attend_step(q, k, v, keys, values, lengths, **options, quantize=B == 1)
-    stored = torch.stack([keys[row, :, lengths[row]] for row in range(B)])
+    for _ in range(3):  # a pass may be repeated
+        out = attend_pages(q, k, v, keys, values, tables, lengths, counts, **options, quantize=B == 1)
+    stored = torch.stack([one[:, length] for one, length in zip(rows(keys), lengths, strict=True)])
     assert (stored.double() - wide_k[:, :, 0]).abs().max() < 0.05, "the new key was not stored"
     if B == 1:
         check_rounded(out)

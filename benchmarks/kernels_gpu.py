@@ -24,7 +24,7 @@ from _report import source, write_section
 from torch import Tensor
 
 from monoblock.kernels.gpu import argmax, gated_activation, gated_linear, linear, norm
-from monoblock.kernels.gpu_attention import attend_step
+from monoblock.kernels.gpu_attention import attend_pages, make_counters
 from monoblock.kernels.gpu_quantized import GpuQuantizedMatrix, NextNorm, prepare_matrix, quantized_linear
 from monoblock.quantization.packing import pack
 
@@ -129,10 +129,12 @@ def best(name: str, rows: int, V: int) -> Kernel:
 def attention(name: str, rows: int, heads: int, size: int, quantize: bool = False) -> Kernel:
     def make(count: int) -> list[Launch]:
         q, k, v = (random(rows, heads, 1, size) for _ in range(3))
-        caches = [tuple(random(rows, heads, CAPACITY + 1, size) for _ in range(2)) for _ in range(count)]
-        lengths = torch.full((rows,), LENGTH, device="cuda")
-        run = partial(attend_step, scale=None, quantize=quantize)
-        return [partial(run, q, k, v, keys, values, lengths) for keys, values in caches]
+        tables = torch.arange(rows * CAPACITY // 16, device="cuda", dtype=torch.int32).view(rows, -1)
+        caches = [tuple(random(tables.numel(), heads, 16, size) for _ in range(2)) for _ in range(count)]
+        lengths, counts = (torch.full((rows,), value, device="cuda") for value in (LENGTH, 1))
+        finished = make_counters(rows * heads, lengths.device)
+        run = partial(attend_pages, scale=None, quantize=quantize, finished=finished)
+        return [partial(run, q, k, v, keys, values, tables, lengths, counts) for keys, values in caches]
 
     return Kernel(name, 4 * rows * heads * LENGTH * size, make)
 
