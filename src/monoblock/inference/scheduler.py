@@ -99,9 +99,11 @@ class Scheduler:
 
     def _choose_tokens(self) -> list[RowPass]:
         passes, left = [], MAX_STEP_TOKENS
-        for request in sorted(self.running, key=lambda request: not request.is_started):
-            rows = request.running_rows if request.is_started else request.rows[:1]
-            starts = self.pages.lengths[[row.number for row in rows]].tolist()
+        requests = sorted(self.running, key=lambda request: not request.is_started)
+        groups = [request.running_rows if request.is_started else request.rows[:1] for request in requests]
+        lengths = iter(self.pages.lengths[[row.place for rows in groups for row in rows]].tolist())
+        for request, rows in zip(requests, groups, strict=True):
+            starts = [next(lengths) for _ in rows]
             pending = [len(row.tokens) - start for row, start in zip(rows, starts, strict=True)]
             # The beams of a search advance together, so none runs its newest token before the others have caught up.
             holds = request.is_beam_search and request.is_started and max(pending) > 1

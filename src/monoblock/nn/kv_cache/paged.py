@@ -288,7 +288,6 @@ class PagedRows(Cache):
         self.num_visible = self.num_tokens if self.is_new else longest
         self.rows_per_source = 1
         self.max_length, self.capacity = longest - self.num_tokens, longest
-        self.layers, self.cross_layers = self._see_layers(), self._see_sources()
         self.memory_positions = self.source_lengths = None
         if source_tables is not None:
             column = torch.arange(max(source_lengths), device=device)[None]
@@ -296,11 +295,13 @@ class PagedRows(Cache):
             valid = None if min(source_lengths) == column.shape[1] else column < self.source_lengths[:, None]
             self.memory_positions = None if encodes else TokenPositions(column, valid=valid)
 
-    def _see_layers(self) -> list[LayerCache]:
+    @cached_property
+    def layers(self) -> list[LayerCache]:  # type: ignore[override]
         kinds = zip(self.cache.pools, self.cache.is_linear, strict=True)
         return [(PagedLinearLayer if linear else PagedLayer)(self, pool) for pool, linear in kinds]
 
-    def _see_sources(self) -> list[CrossAttentionCache | None]:
+    @cached_property
+    def cross_layers(self) -> list[CrossAttentionCache | None]:  # type: ignore[override]
         pools = enumerate(self.cache.source_pools)
         return [None if pool is None else PagedSource(self, layer) for layer, pool in pools]
 
@@ -367,8 +368,8 @@ class StaticRows(PagedRows):
 
     def begin_pass(self) -> None:
         """Forget what has been computed from the buffers."""
-        self.__dict__.pop("slots", None)
-        self.layers, self.cross_layers = self._see_layers(), self._see_sources()
+        for name in ("slots", "layers", "cross_layers"):
+            self.__dict__.pop(name, None)
         self.memory_positions = None
         if self.source_lengths is not None:
             valid = self.source_column < self.source_lengths[:, None]
