@@ -77,6 +77,7 @@ from monoblock.quantization.cpu_linear import KERNEL_ROWS, KernelLinear, use_cpu
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear
 
 MIN_NATIVE_WEIGHTS = 2_000_000  # for smaller models, compiling the CPU kernels takes longer than they save
+LONG_PROMPT = 192  # tokens; for more, torch's fp32 products are faster than the operator's
 MAX_EXPERT_TOKENS = 64  # for more, it is faster to run each expert on its tokens
 
 
@@ -459,6 +460,7 @@ class FastStack(Stack):
 
     def __init__(self, plain: Stack, choices: Choices) -> None:
         take_over(self, plain)
+        self.multiplies_long_prompts = choices.native and not choices.exact  # with torch's products
         self.next_norms = choose_next_norms(self) if choices.quantized else [{} for _ in self.layers]
 
     def forward(
@@ -472,7 +474,7 @@ class FastStack(Stack):
         tap: Tap | None = None,
     ) -> Tensor:
         assert tap is None, "fast modules have no taps"
-        if self.cpu_stack is not None and isinstance(cache, PagedRows) and self.cpu_stack.supports(x, cache.num_new):
+        if self.cpu_stack is not None and isinstance(cache, PagedRows) and self._runs_operator(self.cpu_stack, x, cache):
             return self._run_pages(self.cpu_stack, x, cache)
         assert self.cpu_stack is None or not self.is_exact, "the runner gives the operator more tokens than it takes"
         if self.cpu_encoder is not None and self.cpu_encoder.supports(x, 0):
@@ -484,6 +486,10 @@ class FastStack(Stack):
         for (block, context, options), next_norms in zip(inputs, self.next_norms, strict=True):
             hidden = cast(FastBlock, block).run(hidden, context, next_norms, **options)
         return hidden.values if self.norm is None else self.norm(hidden.values)
+
+    def _runs_operator(self, operator: CpuStack, x: Tensor, rows: PagedRows) -> bool:
+        is_long = rows.is_new and rows.num_new > LONG_PROMPT and self.multiplies_long_prompts
+        return not is_long and operator.supports(x, rows.num_new)
 
     def _run_pages(self, operator: CpuStack, x: Tensor, rows: PagedRows) -> Tensor:
         """Run new tokens x (B, T, D), of which some are padding, with keys and values in pages."""

@@ -186,11 +186,13 @@ class Scheduler:
         """Count new tokens that have been run, and publish the pages that are full now."""
         numbers = [row.number for row in rows if row.number is not None]
         self.pages.advance(numbers, counts)
-        for row, number, count in zip(rows, numbers, counts, strict=True):
-            if not self.reuses_prefixes or (row.request.is_beam_search and row.request.is_started):
-                continue
-            end = int(self.pages.lengths[number])
+        if not self.reuses_prefixes:
+            return
+        ends = self.pages.lengths[numbers].tolist()
+        for row, number, count, end in zip(rows, numbers, counts, ends, strict=True):
             first, last = (end - count) // PAGE_SIZE, end // PAGE_SIZE
+            if row.request.is_beam_search and row.request.is_started:
+                continue
             for index in range(first, last):
                 self.pages.publish(number, index, row.page_digests(last)[index])
 

@@ -141,10 +141,9 @@ class ModelRunner:
         sources = [request.prompt.source or () for request in requests]
         memory = model.encode(*pad_right(sources, self.device))
         tables = self._tables(self.sources, [request.source_place for request in requests])
-        lengths = torch.tensor([len(source) for source in sources], device=self.device)
         for layer, block in enumerate(model.decoder.blocks):
             if isinstance(block.cross, Attention):
-                self.cache.write_source(layer, block.cross.project_source(memory), tables, lengths)
+                self.cache.write_source(layer, block.cross.project_source(memory), tables)
 
     # -- tokens ---------------------------------------------------------------------------------------------------
 

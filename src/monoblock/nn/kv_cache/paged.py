@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from monoblock.config.model import StackConfig
@@ -115,15 +116,14 @@ class PagedCache:
         for tensor in tensors:
             tensor[numbers[1]] = tensor[numbers[0]]
 
-    def write_source(self, layer: int, keys_values: KeyValues, tables: Tensor, lengths: Tensor) -> None:
-        """Write the keys and values (B, G, S, size) of sources with these lengths (B,) to their pages."""
-        pool, index = self.source_pools[layer], torch.arange(keys_values.keys.shape[2], device=self.device)
+    def write_source(self, layer: int, keys_values: KeyValues, tables: Tensor) -> None:
+        """Write the keys and values (B, G, S, size) of sources to their pages; the others in `tables` are 0."""
+        pool = self.source_pools[layer]
         assert pool is not None
-        kept = index < lengths[:, None]
-        pages = torch.where(kept, tables[:, index // PAGE_SIZE].long(), 0)
-        offsets = (index % PAGE_SIZE).expand(pages.shape)
         for name, new in zip(("keys", "values"), keys_values, strict=True):
-            pool.write(name, self.source_count, new, pages, offsets)
+            pages = F.pad(new, (0, 0, 0, -new.shape[2] % PAGE_SIZE)).unflatten(2, (-1, PAGE_SIZE)).transpose(1, 2)
+            own = pool.get(name, self.source_count, new, *pages.shape[2:])
+            own[tables[:, : pages.shape[1]].long()] = pages.to(own.dtype)
 
     def tensors(self) -> Iterator[Tensor]:
         for pool in (*self.pools, *self.source_pools):
@@ -236,9 +236,7 @@ class PagedSource(CrossAttentionCache):
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         assert self.rows.source_tables is not None
-        assert self.rows.source_lengths is not None
-        tables, lengths = self.rows.source_tables, self.rows.source_lengths
-        self.rows.cache.write_source(self.layer, KeyValues(keys, values), tables, lengths)
+        self.rows.cache.write_source(self.layer, KeyValues(keys, values), self.rows.source_tables)
 
     @property
     def pool(self) -> PagePool:
