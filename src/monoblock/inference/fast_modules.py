@@ -493,19 +493,20 @@ class FastStack(Stack):
 
     def _run_pages(self, operator: CpuStack, x: Tensor, rows: PagedRows) -> Tensor:
         """Run new tokens x (B, T, D), of which some are padding, with keys and values in pages."""
-        pools = []
-        for layer, block in zip(rows.cache.pools, self.config.layers(), strict=True):
-            attention, width = block.attention, block.width
-            sizes = (attention.num_kv_heads, attention.key_size(width), attention.value_size(width))
-            pools.append(layer.allocate(rows.cache.count, x, *sizes))
+        pools = [pool.tensors for pool in rows.cache.pools]
+        if "values" not in pools[-1]:
+            for layer, block in zip(rows.cache.pools, self.config.layers(), strict=True):
+                attention, width = block.attention, block.width
+                sizes = (attention.num_kv_heads, attention.key_size(width), attention.value_size(width))
+                layer.allocate(rows.cache.count, x, *sizes)
         sources = [pool.tensors for pool in rows.cache.source_pools if pool is not None]
         return operator.step(
             x,
             rows.lengths,
             rows.counts,
             rows.tables,
-            [keys for keys, _ in pools],
-            [values for _, values in pools],
+            [pool["keys"] for pool in pools],
+            [pool["values"] for pool in pools],
             [pool["keys"] for pool in sources],
             [pool["values"] for pool in sources],
             rows.source_tables,
