@@ -574,10 +574,10 @@ class Engine:
         for request, scores in choice.prompt_scores.items():
             request.prompt_scores += scores
         events = {row: self._append(row, tokens, choice) for row, tokens in choice.tokens.items() if tokens}
-        counts = [len(one.tokens) - len(choice.proposed.get(one.row, ())) for one in passes]
+        counts = [len(one.tokens) for one in passes]
         for index, one in enumerate(passes):
-            if choice.proposed.get(one.row):
-                counts[index] += len(events[one.row].tokens) - 1
+            if more := choice.proposed.get(one.row):
+                counts[index] += len(events[one.row].tokens) - 1 - len(more)
         self.scheduler.commit([one.row for one in passes], counts)
         self._learn(choice)
         for one in passes:
@@ -588,7 +588,7 @@ class Engine:
             if group.requests[0] in choice.origins:
                 outputs += self._regroup(group, choice.origins)
         self._end([request for request in choice.origins if request.is_done and request not in choice.failed])
-        for one in passes:
+        for one in passes if choice.captured else ():
             if one.row in choice.captured and one.row not in events:
                 outputs.append(RequestOutput(one.row.request.id, one.row.index, (), captured=choice.captured[one.row]))
         outputs += events.values()

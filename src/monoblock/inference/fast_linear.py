@@ -29,7 +29,7 @@ from monoblock.nn.linear import can_join
 from monoblock.quantization.cpu_linear import KERNEL_ROWS, ROW_MULTIPLE
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
 
-MAX_PANEL_ROWS, MIN_PANEL_OUTPUTS = 512, 8000  # where fp32 products in panels are faster than torch's
+MAX_PANEL_ROWS, MIN_PANEL_OUTPUTS = 128, 8000  # where fp32 products in panels are faster than torch's
 MIN_TILE_ROWS = 64  # rows from which fp32 products in matrix tiles are faster than torch's
 
 

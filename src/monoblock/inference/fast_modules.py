@@ -69,6 +69,7 @@ from monoblock.quantization.cpu_linear import KERNEL_ROWS, KernelLinear, use_cpu
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear
 
 MIN_NATIVE_WEIGHTS = 2_000_000  # for smaller models, compiling the CPU kernels takes longer than they save
+LONG_PROMPT = 192  # tokens; for more, torch's fp32 products are faster than the operator's
 MAX_EXPERT_TOKENS = 64  # for more, it is faster to run each expert on its tokens, whose shapes are not fixed
 
 
@@ -416,6 +417,7 @@ class FastStack(Stack):
     def __init__(self, plain: Stack, choices: Choices) -> None:
         take_over(self, plain)
         self.is_exact = choices.exact
+        self.multiplies_long_prompts = choices.native and not choices.exact  # with torch's products
         self.next_norms = choose_next_norms(self) if choices.quantized else [{} for _ in self.layers]
 
     def forward(
@@ -429,7 +431,7 @@ class FastStack(Stack):
         tap: Tap | None = None,
     ) -> Tensor:
         assert tap is None, "fast modules have no taps"
-        if self.cpu_stack is not None and isinstance(cache, PagedRows) and self.cpu_stack.supports(x, cache.num_new):
+        if self.cpu_stack is not None and isinstance(cache, PagedRows) and self._runs_operator(self.cpu_stack, x, cache):
             return self._run_pages(self.cpu_stack, x, cache)
         assert self.cpu_stack is None or not self.is_exact, "the runner gives the operator more tokens than it takes"
         if self.cpu_encoder is not None and self.cpu_encoder.supports(x, 0):
@@ -442,15 +444,20 @@ class FastStack(Stack):
             hidden = cast(FastBlock, block).run(hidden, context, next_norms, **options)
         return hidden.values if self.norm is None else self.norm(hidden.values)
 
+    def _runs_operator(self, operator: CpuStack, x: Tensor, rows: PagedRows) -> bool:
+        is_long = rows.is_new and rows.num_new > LONG_PROMPT and self.multiplies_long_prompts
+        return not is_long and operator.supports(x, rows.num_new)
+
     def _run_pages(self, operator: CpuStack, x: Tensor, rows: PagedRows) -> Tensor:
         """Run new tokens x (B, T, D), of which some are padding, with keys and values in pages."""
-        pools = []
-        for layer, block in zip(rows.cache.pools, self.config.layers(), strict=True):
-            attention, width = block.attention, block.width
-            sizes = (attention.num_kv_heads, attention.key_size(width), attention.value_size(width))
-            pools.append(layer.allocate(rows.cache.count, x, *sizes))
+        pools = [pool.tensors for pool in rows.cache.pools]
+        if "values" not in pools[-1]:
+            for layer, block in zip(rows.cache.pools, self.config.layers(), strict=True):
+                attention, width = block.attention, block.width
+                sizes = (attention.num_kv_heads, attention.key_size(width), attention.value_size(width))
+                layer.allocate(rows.cache.count, x, *sizes)
         sources = [pool.tensors for pool in rows.cache.source_pools if pool is not None]
-        keys, values = zip(*pools, strict=True)
+        keys, values = [pool["keys"] for pool in pools], [pool["values"] for pool in pools]
         source = [pool["keys"] for pool in sources], [pool["values"] for pool in sources]
         own = x, rows.lengths, rows.counts, rows.tables, keys, values
         return operator.step(*own, *source, rows.source_tables, rows.source_lengths, exact=self.is_exact)

@@ -48,6 +48,7 @@ class Pages:
         self.tables = np.zeros((1, 4), dtype=np.int32)
         self.num_pages = np.zeros(1, dtype=np.int64)  # of each row
         self.lengths = np.zeros(1, dtype=np.int64)  # tokens stored in each row
+        self.room = np.zeros(1, dtype=np.int64)  # a row that stays below this length needs no page and no copy
         self.users = np.zeros(1, dtype=np.int32)  # how many rows have each page
         self.used_rows, self.used = 0, 1  # rows and pages with lower numbers have been in use
         self.free: list[int] = []  # of these pages
@@ -73,7 +74,7 @@ class Pages:
         row = self._take_row()
         self._widen(len(prefix))
         self.tables[row, : len(prefix)] = prefix
-        self.num_pages[row], self.lengths[row] = len(prefix), len(prefix) * PAGE_SIZE
+        self.num_pages[row], self.lengths[row], self.room[row] = len(prefix), len(prefix) * PAGE_SIZE, 0
         for page in prefix:
             self.users[page] += 1
             self._set(self.idle, page, GONE)
@@ -85,6 +86,7 @@ class Pages:
         self.tables[new, :count] = self.tables[row, :count]
         self.users[self.tables[row, :count]] += 1
         self.num_pages[new], self.lengths[new] = count, self.lengths[row]
+        self.room[[row, new]] = 0
         return new
 
     def drop(self, row: int) -> None:
@@ -95,7 +97,7 @@ class Pages:
     def truncate(self, row: int, length: int) -> None:
         """Keep the first `length` tokens of a row, and give back the pages behind them."""
         kept, count = -(-length // PAGE_SIZE), int(self.num_pages[row])
-        self.lengths[row] = min(length, self.lengths[row])
+        self.lengths[row], self.room[row] = min(length, self.lengths[row]), 0
         if kept < count:
             self._release(self.tables[row, kept:count][::-1])
             self.tables[row, kept:count] = 0
@@ -107,10 +109,10 @@ class Pages:
 
     def regroup(self, rows: Sequence[int], origins: Sequence[int]) -> None:
         """Let each of these rows continue another one of them: row n gets the tokens of row `origins[n]`."""
-        moved = [(row, origin) for row, origin in zip(rows, origins, strict=True) if row != origin]
-        if not moved:
-            return
-        new, old = (np.array(column) for column in zip(*moved, strict=True))
+        new, old = np.array([rows, origins])
+        moved = new != old
+        new, old = new[moved], old[moved]
+        self.room[new] = self.room[old] = 0
         tables, num_pages, lengths = self.tables[old], self.num_pages[old], self.lengths[old]
         np.add.at(self.users, tables[tables > 0], 1)
         gone = self.tables[new]
@@ -128,25 +130,29 @@ class Pages:
 
         Raise OutOfPages, having changed nothing, if there are too few free pages.
         """
-        shared, new = self._shared_tails(rows, counts), self._num_new(rows, counts)
+        own, more = np.array([rows, counts], dtype=np.int64)
+        if (self.lengths[own] + more <= self.room[own]).all():
+            return PageCopies([], [], [])
+        shared, new = self._shared_tails(own, more), self._num_new(own, more)
         if len(shared) + new.sum() > self.num_free:
             raise OutOfPages
         column, used = np.divmod(self.lengths[shared], PAGE_SIZE)
         pages, copies = self.tables[shared, column], self._take(len(shared))
         self.tables[shared, column] = copies
         self._release(pages)
-        self._widen(int((self.num_pages[rows] + new).max(initial=0)))
-        grown = np.repeat(np.asarray(rows, dtype=np.int64), new)
+        self._widen(int((self.num_pages[own] + new).max(initial=0)))
+        grown = np.repeat(own, new)
         offset = np.arange(len(grown)) - np.repeat(new.cumsum() - new, new)
         self.tables[grown, self.num_pages[grown] + offset] = self._take(len(grown))
-        self.num_pages[rows] += new
+        self.num_pages[own] += new
+        self.room[own] = np.where(more > 0, self.num_pages[own] * PAGE_SIZE, 0)
         return PageCopies(pages.tolist(), copies, used.tolist())
 
-    def _num_new(self, rows: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    def _num_new(self, rows: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray) -> np.ndarray:
         needed = -(-(self.lengths[rows] + np.asarray(counts, dtype=np.int64)) // PAGE_SIZE)
         return np.maximum(needed - self.num_pages[rows], 0)
 
-    def _shared_tails(self, rows: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    def _shared_tails(self, rows: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the rows that would write into a page of another row; the last user of a page keeps it."""
         column = self.lengths[rows] // PAGE_SIZE
         inside = (column < self.num_pages[rows]) & (np.asarray(counts) > 0)
@@ -165,7 +171,8 @@ class Pages:
         if self.used_rows == len(self.lengths):
             more = min(self.used_rows, self.max_rows - self.used_rows)
             self.tables = np.pad(self.tables, ((0, more), (0, 0)))
-            self.num_pages, self.lengths = np.pad(self.num_pages, (0, more)), np.pad(self.lengths, (0, more))
+            for name in ("num_pages", "lengths", "room"):
+                setattr(self, name, np.pad(getattr(self, name), (0, more)))
         self.used_rows += 1
         return self.used_rows - 1
 

@@ -99,9 +99,11 @@ class Scheduler:
 
     def _choose_tokens(self) -> list[RowPass]:
         passes, left = [], MAX_STEP_TOKENS
-        for request in sorted(self.running, key=lambda request: not request.is_started):
-            rows = request.running_rows if request.is_started else request.rows[:1]
-            starts = self.pages.lengths[[row.place for row in rows]].tolist()
+        requests = sorted(self.running, key=lambda request: not request.is_started)
+        groups = [request.running_rows if request.is_started else request.rows[:1] for request in requests]
+        lengths = iter(self.pages.lengths[[row.place for rows in groups for row in rows]].tolist())
+        for request, rows in zip(requests, groups, strict=True):
+            starts = [next(lengths) for _ in rows]
             pending = [len(row.tokens) - start for row, start in zip(rows, starts, strict=True)]
             # The beams of a search advance together, so none runs its newest token before the others have caught up.
             holds = request.is_beam_search and request.is_started and max(pending) > 1
@@ -186,11 +188,13 @@ class Scheduler:
         """Count new tokens that have been run, and publish the pages that are full now."""
         numbers = [row.number for row in rows if row.number is not None]
         self.pages.advance(numbers, counts)
-        for row, number, count in zip(rows, numbers, counts, strict=True):
-            if not self.reuses_prefixes or (row.request.is_beam_search and row.request.is_started):
-                continue
-            end = int(self.pages.lengths[number])
+        if not self.reuses_prefixes:
+            return
+        ends = self.pages.lengths[numbers].tolist()
+        for row, number, count, end in zip(rows, numbers, counts, ends, strict=True):
             first, last = (end - count) // PAGE_SIZE, end // PAGE_SIZE
+            if row.request.is_beam_search and row.request.is_started:
+                continue
             for index in range(first, last):
                 self.pages.publish(number, index, row.page_digests(last)[index])
 

@@ -140,10 +140,9 @@ class ModelRunner:
         sources = [request.prompt.source or () for request in requests]
         memory = model.encode(*pad_right(sources, self.device))
         tables = self._tables(self.sources, [request.source_place for request in requests])
-        lengths = torch.tensor([len(source) for source in sources], device=self.device)
         for layer, block in enumerate(model.decoder.blocks):
             if isinstance(block.cross, Attention):
-                self.cache.write_source(layer, block.cross.project_source(memory), tables, lengths)
+                self.cache.write_source(layer, block.cross.project_source(memory), tables)
 
     # -- tokens ---------------------------------------------------------------------------------------------------
 
@@ -320,11 +319,13 @@ def _pass_key(one: RowPass) -> object:
 
 def _logits_at(passes: Sequence[RowPass], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """Return which logits (B, n) to compute, and which of these are wanted; None for the last one of every row."""
-    counts, most = [len(one.tokens) for one in passes], max(1, *(one.num_logits for one in passes), 1)
-    from_end = torch.arange(most, 0, -1, device=device)
+    counts, wanted_counts = [len(one.tokens) for one in passes], [one.num_logits for one in passes]
+    if max(counts) == 1 and min(wanted_counts) == 1:
+        return None, None
+    from_end = torch.arange(max(1, *wanted_counts, 1), 0, -1, device=device)
     wanted = None
-    if any(one.num_logits != 1 for one in passes):
-        wanted = from_end <= torch.tensor([one.num_logits for one in passes], device=device)[:, None]
+    if any(count != 1 for count in wanted_counts):
+        wanted = from_end <= torch.tensor(wanted_counts, device=device)[:, None]
     if max(counts) == 1:
         return None, wanted
     return (torch.tensor(counts, device=device)[:, None] - from_end).clamp(min=0), wanted

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from monoblock.config.model import StackConfig
@@ -115,15 +116,14 @@ class PagedCache:
         for tensor in tensors:
             tensor[numbers[1]] = tensor[numbers[0]]
 
-    def write_source(self, layer: int, keys_values: KeyValues, tables: Tensor, lengths: Tensor) -> None:
-        """Write the keys and values (B, G, S, size) of sources with these lengths (B,) to their pages."""
-        pool, index = self.source_pools[layer], torch.arange(keys_values.keys.shape[2], device=self.device)
+    def write_source(self, layer: int, keys_values: KeyValues, tables: Tensor) -> None:
+        """Write the keys and values (B, G, S, size) of sources to their pages; the others in `tables` are 0."""
+        pool = self.source_pools[layer]
         assert pool is not None
-        kept = index < lengths[:, None]
-        pages = torch.where(kept, tables[:, index // PAGE_SIZE].long(), 0)
-        offsets = (index % PAGE_SIZE).expand(pages.shape)
         for name, new in zip(("keys", "values"), keys_values, strict=True):
-            pool.write(name, self.source_count, new, pages, offsets)
+            pages = F.pad(new, (0, 0, 0, -new.shape[2] % PAGE_SIZE)).unflatten(2, (-1, PAGE_SIZE)).transpose(1, 2)
+            own = pool.get(name, self.source_count, new, *pages.shape[2:])
+            own[tables[:, : pages.shape[1]].long()] = pages.to(own.dtype)
 
     def tensors(self) -> Iterator[Tensor]:
         for pool in (*self.pools, *self.source_pools):
@@ -236,9 +236,7 @@ class PagedSource(CrossAttentionCache):
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         assert self.rows.source_tables is not None
-        assert self.rows.source_lengths is not None
-        tables, lengths = self.rows.source_tables, self.rows.source_lengths
-        self.rows.cache.write_source(self.layer, KeyValues(keys, values), tables, lengths)
+        self.rows.cache.write_source(self.layer, KeyValues(keys, values), self.rows.source_tables)
 
     @property
     def pool(self) -> PagePool:
@@ -288,7 +286,6 @@ class PagedRows(Cache):
         self.num_visible = self.num_tokens if self.is_new else longest
         self.rows_per_source = 1
         self.max_length, self.capacity = longest - self.num_tokens, longest
-        self.layers, self.cross_layers = self._see_layers(), self._see_sources()
         self.memory_positions = self.source_lengths = None
         if source_tables is not None:
             column = torch.arange(max(source_lengths), device=device)[None]
@@ -296,11 +293,13 @@ class PagedRows(Cache):
             valid = None if min(source_lengths) == column.shape[1] else column < self.source_lengths[:, None]
             self.memory_positions = None if encodes else TokenPositions(column, valid=valid)
 
-    def _see_layers(self) -> list[LayerCache]:
+    @cached_property
+    def layers(self) -> list[LayerCache]:  # type: ignore[override]
         kinds = zip(self.cache.pools, self.cache.is_linear, strict=True)
         return [(PagedLinearLayer if linear else PagedLayer)(self, pool) for pool, linear in kinds]
 
-    def _see_sources(self) -> list[CrossAttentionCache | None]:
+    @cached_property
+    def cross_layers(self) -> list[CrossAttentionCache | None]:  # type: ignore[override]
         pools = enumerate(self.cache.source_pools)
         return [None if pool is None else PagedSource(self, layer) for layer, pool in pools]
 
@@ -367,8 +366,8 @@ class StaticRows(PagedRows):
 
     def begin_pass(self) -> None:
         """Forget what has been computed from the buffers."""
-        self.__dict__.pop("slots", None)
-        self.layers, self.cross_layers = self._see_layers(), self._see_sources()
+        for name in ("slots", "layers", "cross_layers"):
+            self.__dict__.pop(name, None)
         self.memory_positions = None
         if self.source_lengths is not None:
             valid = self.source_column < self.source_lengths[:, None]
