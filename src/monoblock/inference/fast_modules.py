@@ -431,8 +431,9 @@ class FastStack(Stack):
         tap: Tap | None = None,
     ) -> Tensor:
         assert tap is None, "fast modules have no taps"
-        if self.cpu_stack is not None and isinstance(cache, PagedRows) and self._runs_operator(self.cpu_stack, x, cache):
-            return self._run_pages(self.cpu_stack, x, cache)
+        operator = self.cpu_stack
+        if operator is not None and isinstance(cache, PagedRows) and self._runs_operator(operator, x, cache):
+            return self._run_pages(operator, x, cache)
         assert self.cpu_stack is None or not self.is_exact, "the runner gives the operator more tokens than it takes"
         if self.cpu_encoder is not None and self.cpu_encoder.supports(x, 0):
             lengths = text_lengths(x, token_positions)
