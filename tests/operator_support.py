@@ -1,7 +1,7 @@
 """Helpers for tests of the CPU operators of decoding."""
 
 import monoblock as mb
-from monoblock.inference import fast_modules
+from monoblock.inference import fast_modules, generate
 from monoblock.inference.runners.cpu import CpuStack
 from monoblock.inference.supported_models import reason_not_to_optimize
 
@@ -22,6 +22,7 @@ def record_operator_steps(monkeypatch):
 
 def use_kernels_for_toys(monkeypatch):
     """Use the CPU kernels for models of every size."""
+    assert generate.MIN_NATIVE_WEIGHTS, "it is imported before, so that it keeps its own number"
     monkeypatch.setattr(fast_modules, "MIN_NATIVE_WEIGHTS", 0)
 
 
