@@ -103,6 +103,11 @@ def _take_rows(logits: Tensor, index: list[int]) -> Tensor:
     return logits if index == list(range(len(logits))) else logits[index]
 
 
+def _select(passes: Sequence[RowPass], some: Sequence[Request], requests: Sequence[Request]) -> Sequence[RowPass]:
+    """Return the passes of some of these requests, which are seldom others than all."""
+    return passes if some is requests else [one for one in passes if one.row.request in some]
+
+
 def _choose_exact(model: GenerativeModel, exact: bool | None, *, others: bool) -> GenerativeModel:
     """Return the model to decode: an exact copy of a plain model if `exact` asks for it."""
     is_exact = isinstance(model, PreparedModel) and model.exact
@@ -348,11 +353,11 @@ class Engine:
             if (choice := self._burst(plan)) is not None:
                 return [*self._end_searches(ended), *self._commit(choice)]
             proposed, failed = self._propose(plan.passes)
-            passes = [self._with_proposals(one, proposed) for one in plan.passes if one.row.request not in failed]
+            passes = plan.passes
+            if proposed or failed:
+                passes = [self._with_proposals(one, proposed) for one in passes if one.row.request not in failed]
             requests = list(dict.fromkeys(one.row.request for one in passes))
-            done = self._apart(
-                requests, lambda some: self._run([one for one in passes if one.row.request in some]), failed
-            )
+            done = self._apart(requests, lambda some: self._run(_select(passes, some, requests)), failed)
             outputs = self._end_searches(ended)
             outputs += [output for problem in failed.items() for output in self._fail(*problem)]
             for part in done:

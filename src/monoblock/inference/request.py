@@ -44,9 +44,9 @@ def pad_right(
     """
     lengths = [len(row) for row in rows]
     longest = max(lengths)
-    ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=device)
     if min(lengths) == longest:
-        return ids, None
+        return torch.tensor([*map(list, rows)], device=device), None
+    ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=device)
     return ids, torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]
 
 

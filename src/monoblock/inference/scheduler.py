@@ -101,7 +101,13 @@ class Scheduler:
         passes, left = [], MAX_STEP_TOKENS
         requests = sorted(self.running, key=lambda request: not request.is_started)
         groups = [request.running_rows if request.is_started else request.rows[:1] for request in requests]
-        lengths = iter(self.pages.lengths[[row.place for rows in groups for row in rows]].tolist())
+        everyone = [row for rows in groups for row in rows]
+        lengths = self.pages.lengths[[row.place for row in everyone]].tolist()
+        if all(request.is_started for request in requests):
+            newest = [RowPass(row, row.tokens[start:], start, 1) for row, start in zip(everyone, lengths, strict=True)]
+            if all(len(one.tokens) == 1 for one in newest):
+                return newest
+        lengths = iter(lengths)
         for request, rows in zip(requests, groups, strict=True):
             starts = [next(lengths) for _ in rows]
             pending = [len(row.tokens) - start for row, start in zip(rows, starts, strict=True)]

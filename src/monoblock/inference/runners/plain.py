@@ -202,7 +202,7 @@ class ModelRunner:
         return one.row.request.source_number in self.unencoded
 
     def run_model(self, model: Transformer, passes: Sequence[RowPass], tap: Tap | None) -> Tensor:
-        encodes = any(map(self._is_unencoded, passes))
+        encodes = bool(self.unencoded) and any(map(self._is_unencoded, passes))
         rows = self.make_rows(passes, encodes=encodes)
         tokens, mask = pad_right([one.tokens for one in passes], self.device)
         at, wanted = _logits_at(passes, self.device)
