@@ -15,8 +15,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import monoblock as mb
 from monoblock.config.model import BlockConfig
-from monoblock.inference.evaluation_mode import evaluation_mode
 from monoblock.inference.runners import cpu
+from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.inference.supported_models import SUPPORTED, unsupported_field
 from monoblock.nn.block import Block
 

@@ -27,7 +27,6 @@ from monoblock.baselines.lstm import EncoderMemory, LSTMState, Recurrent
 from monoblock.errors import InputError
 from monoblock.inference import generate
 from monoblock.inference.beam import BeamHypothesis, BeamSearches
-from monoblock.inference.evaluation_mode import evaluation_mode
 from monoblock.inference.prepared_model import ModelLimits, check_prompt, combine_limits
 from monoblock.inference.request import (
     NAN_LOGITS,
@@ -37,6 +36,7 @@ from monoblock.inference.request import (
     parse_prompt,
     random_streams,
 )
+from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.inference.sampler import Filters, TokenHistory, run_processors
 from monoblock.inference.settings import Settings
 from monoblock.kernels.cpu import onednn

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from monoblock.config.families import LAYER_NORM, build_stack
 from monoblock.config.model import BlockConfig, EmbeddingConfig, HeadConfig, Learned, ModelConfig
 from monoblock.errors import InputError
-from monoblock.inference.evaluation_mode import evaluation_mode
+from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.nn.attention import AttentionContext, attend, attend_fused
 from monoblock.nn.masks import everything, mask_from_matrix
 from monoblock.nn.token_positions import arange_positions

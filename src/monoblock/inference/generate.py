@@ -12,10 +12,10 @@ from torch import Tensor
 
 from monoblock.errors import InputError
 from monoblock.inference.engine import MAX_BURST, Engine
-from monoblock.inference.evaluation_mode import evaluation_mode
 from monoblock.inference.fast_modules import MIN_NATIVE_WEIGHTS
 from monoblock.inference.prepared_model import GenerativeModel, default_max_rows, plain_model
 from monoblock.inference.request import Prompt, RequestOutput, pad_right, parse_prompt
+from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.inference.sampler import score_tokens
 from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import NO_DRAFT_WITH_BEAMS, Settings, check_count, parse_settings, split_seeds

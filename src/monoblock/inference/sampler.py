@@ -248,7 +248,7 @@ class Filters:
         A greedy row takes its best token.  A sampled row takes the token that its number in `uniforms` (B,), a random
         number from [0, 1), selects from the filtered distribution (see `sample_tokens`).
         """
-        best = argmax(logits)
+        best = argmax(logits) if logits.is_cuda else logits.argmax(-1)
         if not self.has_sampling:
             return best
         sampled = sample_tokens(self.apply_sampling_filters(logits.float()), uniforms)

@@ -14,7 +14,7 @@ from monoblock.baselines.lstm import Recurrent
 from monoblock.config.inputs import EmbeddingConfig
 from monoblock.config.model import ModelConfig
 from monoblock.config.positions import Sinusoid
-from monoblock.inference.evaluation_mode import evaluation_mode
+from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.interop.companions import read_published_fields
 from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config

@@ -6,15 +6,15 @@ sequences at every step and stores nothing; it is the reference for all others. 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from monoblock.inference.evaluation_mode import evaluation_mode
 from monoblock.inference.pages import PageCopies, Pages
 from monoblock.inference.request import PLAIN, Request, Row, Variant, pad_right
 from monoblock.kernels.cpu import onednn
@@ -340,3 +340,38 @@ def _in_order(passes: Sequence[RowPass], groups: Sequence[Sequence[int]], parts:
         sizes = [passes[index].num_logits for index in group]
         pieces |= zip(group, part.split(sizes), strict=True)
     return torch.cat([pieces[index] for index in range(len(passes))])
+
+
+# -- evaluation mode ---------------------------------------------------------------------------------------------------
+
+
+_lock = threading.Lock()
+# The model of each open block of `evaluation_mode`, and the modules to restore after it.
+_blocks: list[tuple[nn.Module, list[nn.Module]]] = []
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put every sub-module in evaluation mode inside a `with` block, and restore the mode of each one afterwards.
+
+    If several threads are in such a block with one model, the last one restores the modes.
+    """
+    switched: list[nn.Module] = []
+    block = model, switched
+    try:
+        with _lock:
+            _blocks.append(block)
+            for module in model.modules():
+                if module.training:
+                    switched.append(module)
+                    module.training = False
+        yield
+    finally:
+        with _lock:
+            _blocks[:] = [other for other in _blocks if other is not block]
+            heir = next((modules for other, modules in _blocks if other is model), None)
+            if heir is not None:
+                heir += switched
+            else:
+                for module in switched:
+                    module.training = True
