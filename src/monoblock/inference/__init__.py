@@ -1,1 +1,1 @@
-"""Text generation: settings, filters, beam search, speculative decoding, the engine and its backends."""
+"""Text generation: settings, filters, beam search, speculative decoding, the engine and its runners."""

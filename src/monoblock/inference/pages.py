@@ -121,10 +121,6 @@ class Pages:
 
     # -- pages ----------------------------------------------------------------------------------------------------
 
-    def num_missing(self, rows: Sequence[int], counts: Sequence[int]) -> int:
-        """Return how many free pages `reserve` would take."""
-        return len(self._shared_tails(rows, counts)) + int(self._num_new(rows, counts).sum())
-
     def reserve(self, rows: Sequence[int], counts: Sequence[int]) -> PageCopies:
         """Make room for `counts` more tokens in rows; return the pages to copy, because other rows share them.
 

@@ -262,18 +262,10 @@ def attend_fast(
     options: ScoreOptions = PLAIN,
     tap: Tap | None = None,
 ) -> Tensor:
-    """Compute `attend` with the first kernel that can, else step by step.
-
-    If k and v have fewer rows than q, rows of q in succession read the same keys, as the beams of one source do.
-    """
+    """Compute `attend` with the first kernel that can, else step by step."""
     wanted = [name for name in ("scores", "weights") if tap_wants(tap, name)]
     if context.packed is not None and (wanted or not VARLEN.supports(q, k, v, context, options)):
         return _attend_documents(q, k, v, context, options, tap)
-    if q.shape[0] != k.shape[0]:  # one row of queries for each row of keys, which need not be repeated then
-        beams = q.shape[0] // k.shape[0]
-        q = q.unflatten(0, (-1, beams)).transpose(1, 2).flatten(2, 3)
-        out = attend_fast(q, k, v, context, options, tap)
-        return out.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)
     kernel = choose_kernel(q, k, v, context, options)
     if wanted or kernel is None:
         out = attend(q, k, v, context.dense_mask(), **options._asdict(), tap=tap)

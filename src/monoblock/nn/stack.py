@@ -168,15 +168,9 @@ class Stack(nn.Module):
     def _memory_context(
         q: TokenPositions, memory_positions: TokenPositions | None, cache: Cache | None, x: Tensor
     ) -> AttentionContext | None:
-        """Return the context of cross-attention, which has a mask only: a document of the target sees its source.
-
-        Beams that share a source become one row of queries (see `attend_fast`), so the mask has a single query, which
-        broadcasts.
-        """
+        """Return the context of cross-attention, which has a mask only: a document of the target sees its source."""
         if memory_positions is None:
             return None
-        if cache is not None and cache.rows_per_source > 1:
-            q = TokenPositions(q.positions[:, :1])
         if q.packed is None or memory_positions.packed is None:
             context = AttentionContext(same_document.resolve(q, memory_positions))
             return prepare(context, x) if cache is None else context

@@ -56,8 +56,6 @@ class Cache:
         self.common_length: int | None = 0  # the length of all rows, if the host knows that they are equally long
         self.max_length = 0
         self.overwrites_window = False  # the last pass wrote more than a chunk, so that all its tokens must be kept
-        self.rows_per_source = 1  # number of rows that share one source, as beams do
-        self.spare_buffer: Tensor | None = None  # the next keys or values to be reordered are copied into it
         self.layers: list[LayerCache] = []
         self.cross_layers: list[CrossAttentionCache | None] = []
         self.index_by_capacity: dict[int, CacheIndex] = {}
@@ -160,44 +158,16 @@ class Cache:
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
-    def select(self, rows: Tensor, sources: Tensor | None = None) -> None:
-        """Keep the rows with the given indices, in that order; an index may occur several times.
-
-        If several rows share a source, as beams do, `sources` gives the indices of the sources to keep (None: all).
-        """
-        keeps_batch = len(rows) == self.batch
+    def select(self, rows: Tensor) -> None:
+        """Keep the rows with the given indices, in that order; an index may occur several times."""
         self.lengths, self.max_written = self.lengths[rows], self.max_written[rows]
         for index in self.index_by_capacity.values():
             index.select(rows)
-        for layer in self.layers:
-            # Beam search reorders rows at every step, so only columns in use are copied; in a ring all are in use.
-            copies_prefix = keeps_batch and layer.capacity == self.capacity and type(layer) is LayerCache
-            layer.map_tensors((lambda t: self._reorder_rows(t, rows)) if copies_prefix else (lambda t: t[rows]))
-        if self.rows_per_source == 1:
-            sources = rows
-        if sources is not None:
-            self._map_sources(lambda t: t[sources])
-
-    def _reorder_rows(self, t: Tensor, rows: Tensor) -> Tensor:
-        """Copy the columns in use, with rows in the new order, to the spare buffer, and return it.
-
-        `t` itself becomes the next spare buffer.
-        """
-        if self.spare_buffer is None or self.spare_buffer.shape != t.shape or self.spare_buffer.dtype != t.dtype:
-            self.spare_buffer = torch.zeros_like(t)
-        out, self.spare_buffer = self.spare_buffer, t
-        torch.index_select(t[:, :, : self.max_length], 0, rows, out=out[:, :, : self.max_length])
-        return out
-
-    def repeat_interleave(self, copies: int) -> None:
-        """Repeat each row `copies` times, as beams that share one source."""
-        if copies == 1:
-            return
-        if self.rows_per_source != 1:
-            raise InputError("the rows of this cache have been repeated already; make a new cache to repeat them again")
-        rows = torch.arange(self.batch, device=self.lengths.device).repeat_interleave(copies)
-        self.rows_per_source = copies
-        self.select(rows)
+        for layer in (*self.layers, *self.cross_layers):
+            if layer is not None:
+                layer.map_tensors(lambda t: t[rows])
+        if self.memory_positions is not None:
+            self.memory_positions = self.memory_positions.map_tensors(lambda t: t[rows] if t.shape[0] > 1 else t)
 
     def fork(self, row: int) -> None:
         """Append a copy of one row."""
@@ -206,52 +176,9 @@ class Cache:
         rows = torch.arange(self.batch, device=self.lengths.device)
         self.select(torch.cat((rows, rows[row].view(1))))
 
-    def append_rows(self, other: Cache) -> None:
-        """Append the rows of another cache that was made for the same model."""
-        shape = (self.stack_config, self.capacity, self.rows_per_source)
-        is_compatible = shape == (other.stack_config, other.capacity, other.rows_per_source)
-        if not is_compatible or self.index_by_capacity.keys() != other.index_by_capacity.keys():
-            raise InputError(
-                "the caches differ in model, capacity, chunk or copies of each row; make both with the same settings"
-            )
-        if self.memory_positions is not None and other.memory_positions is not None:
-            self._append_sources(other, self.memory_positions, other.memory_positions)  # before `batch` changes
-        self.lengths = torch.cat((self.lengths, other.lengths))
-        self.max_written = torch.cat((self.max_written, other.max_written))
-        self.overwrites_window = self.overwrites_window or other.overwrites_window
-        self.max_length = max(self.max_length, other.max_length)
-        self.common_length = self.common_length if self.common_length == other.common_length else None
-        for size, index in self.index_by_capacity.items():
-            index.append_rows(other.index_by_capacity[size])
-        for layer, other_layer in zip(self.layers, other.layers, strict=True):
-            layer.append_rows(other_layer)
-
-    # -- sources ---------------------------------------------------------------------------------------------------
-
-    def _append_sources(self, other: Cache, positions: TokenPositions, other_positions: TokenPositions) -> None:
-        length = max(positions.length, other_positions.length)
-        valid = [
-            _pad_axis(_expand_valid(source, cache.batch // cache.rows_per_source), length, 1, False)
-            for cache, source in ((self, positions), (other, other_positions))
-        ]
-        arange = torch.arange(length, device=self.lengths.device)[None]
-        self.memory_positions = TokenPositions(arange, valid=torch.cat(valid))
-        for layer, other_layer in zip(self.cross_layers, other.cross_layers, strict=True):
-            if layer is not None and other_layer is not None:
-                layer.map_tensors(lambda t: _pad_axis(t, length, 2, 0))
-                other_layer.map_tensors(lambda t: _pad_axis(t, length, 2, 0))
-                layer.append_rows(other_layer)
-
-    def _map_sources(self, fn: Callable[[Tensor], Tensor]) -> None:
-        for layer in self.cross_layers:
-            if layer is not None:
-                layer.map_tensors(fn)
-        if self.memory_positions is not None:
-            self.memory_positions = self.memory_positions.map_tensors(lambda t: fn(t) if t.shape[0] > 1 else t)
-
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor of the cache by fn(tensor), for example to copy it to another device or dtype."""
-        self.lengths, self.max_written, self.spare_buffer = fn(self.lengths), fn(self.max_written), None
+        self.lengths, self.max_written = fn(self.lengths), fn(self.max_written)
         for index in self.index_by_capacity.values():
             index.map_tensors(fn)
         for layer in (*self.layers, *self.cross_layers):
@@ -281,15 +208,3 @@ class Cache:
         sources = [t for layer in self.cross_layers if layer for t in (layer.keys, layer.values) if t is not None]
         sums = [t for layer in self.layers if isinstance(layer, LinearLayerCache) for t in layer.list_sums()]
         return sum(t.numel() * t.element_size() for t in layers + sources + sums)
-
-
-def _pad_axis(t: Tensor, length: int, axis: int, fill: float) -> Tensor:
-    """Pad the end of one axis with `fill`, up to `length`."""
-    missing = [*t.shape[:axis], length - t.shape[axis], *t.shape[axis + 1 :]]
-    return torch.cat((t, t.new_full(missing, fill)), axis)
-
-
-def _expand_valid(positions: TokenPositions, batch: int) -> Tensor:
-    """Return a mask (batch, S) of the valid tokens, which is True everywhere if there is no padding."""
-    valid = torch.ones_like(positions.positions, dtype=torch.bool) if positions.valid is None else positions.valid
-    return valid.expand(batch, -1)

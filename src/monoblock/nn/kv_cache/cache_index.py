@@ -139,16 +139,6 @@ class CacheIndex:
         for name, tensor in self.tensors().items():
             setattr(self, name, fn(tensor))
 
-    def append_rows(self, other: CacheIndex) -> None:
-        for name in OPTIONAL_FIELDS:
-            upper, lower = getattr(self, name), getattr(other, name)
-            if upper is not None or lower is not None:
-                upper = torch.zeros_like(self.positions, dtype=lower.dtype) if upper is None else upper
-                lower = torch.zeros_like(other.positions, dtype=upper.dtype) if lower is None else lower
-                setattr(self, name, torch.cat((upper, lower)))
-        self.positions = torch.cat((self.positions, other.positions))
-        self.token_index = torch.cat((self.token_index, other.token_index))
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields that are set, by name."""
         fields = {name: getattr(self, name) for name in POSITION_FIELDS}

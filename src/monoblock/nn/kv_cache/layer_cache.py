@@ -29,11 +29,6 @@ class KeyValueStore:
         if self.keys is not None and self.values is not None:
             self.keys, self.values = fn(self.keys), fn(self.values)
 
-    def append_rows(self, other: KeyValueStore) -> None:
-        if self.keys is None or self.values is None or other.keys is None or other.values is None:
-            raise InputError("an empty cache cannot be joined with another; run the model with it first")
-        self.keys, self.values = torch.cat((self.keys, other.keys)), torch.cat((self.values, other.values))
-
 
 class LayerCache(KeyValueStore):
     """Keys and values of self-attention: (B, G, capacity + 1, size); the last column is scratch and never read."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from monoblock.nn.kv_cache.cache_index import CacheWrite
-from monoblock.nn.kv_cache.layer_cache import KeyValueStore, LayerCache
+from monoblock.nn.kv_cache.layer_cache import LayerCache
 
 
 class LinearState(NamedTuple):
@@ -74,14 +73,6 @@ class LinearLayerCache(LayerCache):
         """Return what is stored beside keys and values: the sums, and the keys of the denominator if they differ."""
         plain = [] if self.plain_keys is None else [self.plain_keys[:, :, :-1]]
         return [*plain, *(self.state or ())]
-
-    def append_rows(self, other: KeyValueStore) -> None:
-        super().append_rows(other)
-        assert isinstance(other, LinearLayerCache)
-        if self.plain_keys is not None and other.plain_keys is not None:
-            self.plain_keys = torch.cat((self.plain_keys, other.plain_keys))
-        if self.state is not None and other.state is not None:
-            self.state = LinearState(*(torch.cat(pair) for pair in zip(self.state, other.state, strict=True)))
 
 
 def _add_tokens(state: LinearState, keys: Tensor, plain_keys: Tensor, values: Tensor) -> LinearState:

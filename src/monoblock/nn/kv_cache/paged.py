@@ -10,7 +10,7 @@ Token number i of a row is at `pool[table[i // 16], :, i % 16]`, where `table` a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -124,11 +124,6 @@ class PagedCache:
             pages = F.pad(new, (0, 0, 0, -new.shape[2] % PAGE_SIZE)).unflatten(2, (-1, PAGE_SIZE)).transpose(1, 2)
             own = pool.get(name, self.source_count, new, *pages.shape[2:])
             own[tables[:, : pages.shape[1]].long()] = pages.to(own.dtype)
-
-    def tensors(self) -> Iterator[Tensor]:
-        for pool in (*self.pools, *self.source_pools):
-            if pool is not None:
-                yield from pool.tensors.values()
 
 
 class PagedLayer(LayerCache):
@@ -284,7 +279,6 @@ class PagedRows(Cache):
         self.is_new = not any(lengths)
         self.common_length = lengths[0] if self.is_full and len(set(lengths)) == 1 else None
         self.num_visible = self.num_tokens if self.is_new else longest
-        self.rows_per_source = 1
         self.max_length, self.capacity = longest - self.num_tokens, longest
         self.memory_positions = self.source_lengths = None
         if source_tables is not None:
@@ -355,7 +349,6 @@ class StaticRows(PagedRows):
         self.common_length = 0 if is_new else None
         self.capacity = tables.shape[1] * PAGE_SIZE
         self.num_visible = num_tokens if is_new else self.capacity
-        self.rows_per_source = 1
         self.max_length = self.capacity - num_tokens
         self.column = torch.arange(self.capacity, device=cache.device)[None]
         most = max(block.attention.num_kv_heads for block in cache.stack_config.layers())
