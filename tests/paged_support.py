@@ -6,7 +6,7 @@ import random
 import torch
 
 from monoblock.inference.runners.cpu import fuse_stack
-from monoblock.nn.kv_cache.paged import PAGE_SIZE
+from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.token_positions import TokenPositions
 
 

@@ -1,5 +1,7 @@
 """Options of `generate` beyond choosing tokens: logits processors, token scores, truncation, options without effect."""
 
+import itertools
+
 import pytest
 import torch
 from generate_support import IDS, NEW, gpt, translator
@@ -8,6 +10,7 @@ from support import tiny_model
 import monoblock as mb
 from monoblock.errors import InputError
 from monoblock.inference.settings import Settings
+from monoblock.inference.speculative import PromptLookup
 
 
 def forbid_even_tokens(ids, logits):
@@ -84,6 +87,27 @@ def test_a_processor_that_fails_ends_its_own_request_only():
         model.generate(IDS, logits_processor=lambda ids, logits: None)
     with pytest.raises(InputError, match="must be a function"):
         model.generate(IDS, logits_processor=[3])
+
+
+@pytest.mark.parametrize("proposer", [None, PromptLookup(3)], ids=["alone", "with proposals"])
+def test_a_request_of_several_samples_ends_with_the_one_that_fails(proposer):
+    """None of its samples gives another token after the error."""
+    calls = itertools.count()
+
+    def fail_at_the_sixth(ids, logits):
+        if next(calls) == 5:
+            raise ValueError("the sixth call")
+        return logits
+
+    engine = mb.Engine(gpt(), proposer=proposer)
+    options = {"temperature": 0.9, "seed": 1, "num_return_sequences": 2}
+    engine.add([5, 7, 5, 7, 5], Settings(max_new_tokens=NEW, logits_processor=(fail_at_the_sixth,), **options))
+    outputs = [output for _ in range(3 * NEW) for output in engine.step()]
+    ended = [index for index, output in enumerate(outputs) if output.finish_reason == "error"]
+    assert len(ended) == 2
+    assert not any(output.tokens for output in outputs[ended[0] :])
+    assert not engine.busy
+    assert engine.pages.num_in_use == 0
 
 
 # -- token scores ---------------------------------------------------------------------------------------------------

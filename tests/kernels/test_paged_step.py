@@ -14,7 +14,7 @@ from monoblock.config.parts import BlockConfig, FeedForwardConfig, Repeat, Stack
 from monoblock.inference.runners.cpu import fuse_encoder, fuse_stack
 from monoblock.inference.supported_models import NATIVE_ACTIVATIONS
 from monoblock.kernels.cpu import library
-from monoblock.nn.kv_cache.paged import PAGE_SIZE
+from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.stack import Stack
 from monoblock.quantization.cpu_linear import use_cpu_kernels
 

@@ -50,8 +50,8 @@ from monoblock.inference.request import (
 from monoblock.inference.runners.cuda import MAX_STEPS, CudaRunner
 from monoblock.inference.runners.cuda_search import search_shape
 from monoblock.inference.runners.plain import Ensemble, RowPass, Runner, RunResult
-from monoblock.inference.sampler import Sampler, accept, score_tokens
-from monoblock.inference.scheduler import MAX_STEP_TOKENS, Plan, Scheduler
+from monoblock.inference.sampler import Sampler, score_tokens
+from monoblock.inference.scheduler import MAX_STEP_TOKENS, Plan, Scheduler, pages_of
 from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import Settings, check_count
 from monoblock.inference.speculative import Proposer
@@ -186,7 +186,7 @@ class Engine:
         self.capacity, self.max_rows, self.max_burst, self.use_cache = limit, max_rows, max_burst, use_cache
         count = default_num_pages(models, limit, max_rows) if num_pages is None else num_pages + 1
         self.pages = Pages(count, max_rows)
-        self.sources = Pages(1 + max_rows * -(-(self.limits.max_source or 1 << 16) // 16), max_rows)
+        self.sources = Pages(1 + max_rows * pages_of(self.limits.max_source or 1 << 16), max_rows)
         # A plain model may have changed when the engine has nothing to do, and a tap wants to see every token.
         self.keeps_prefixes = all(isinstance(one, PreparedModel) for one in models)
         reuses_prefixes = reuses_prefixes and use_cache and tap is None
@@ -314,6 +314,7 @@ class Engine:
 
     def _end(self, requests: Sequence[Request]) -> None:
         """Give back everything that these requests have."""
+        self.unencoded = [one for one in self.unencoded if one not in requests]
         for group in self.beams:
             group.keep([one for one in group.requests if one not in requests])
         self.beams = [group for group in self.beams if group.requests]
@@ -357,14 +358,14 @@ class Engine:
             if proposed or failed:
                 passes = [self._with_proposals(one, proposed) for one in passes if one.row.request not in failed]
             requests = list(dict.fromkeys(one.row.request for one in passes))
-            done = self._apart(requests, lambda some: self._run(_select(passes, some, requests)), failed)
+            done = self._bisect(requests, lambda some: self._run(_select(passes, some, requests)), failed)
             outputs = self._end_searches(ended)
             outputs += [output for problem in failed.items() for output in self._fail(*problem)]
             for part in done:
                 outputs += self._commit(self._choose(*part, proposed))
             return outputs
 
-    def _apart(
+    def _bisect(
         self, requests: Sequence[Request], call: Callable[[Sequence[Request]], T], failed: dict[Request, Exception]
     ) -> list[T]:
         """Return the results of a call for all requests; if it fails, call it for parts of them.
@@ -379,8 +380,8 @@ class Engine:
                 return []
         middle = len(requests) // 2
         return [
-            *self._apart(requests[:middle], call, failed),
-            *self._apart(requests[middle:], call, failed),
+            *self._bisect(requests[:middle], call, failed),
+            *self._bisect(requests[middle:], call, failed),
         ]
 
     def _burst(self, plan: Plan) -> Choice | None:
@@ -403,7 +404,7 @@ class Engine:
         if chosen is None:
             return None
         tokens = dict(zip(rows, chosen, strict=True))
-        proposed = {row: own[:-1] for row, own in tokens.items()}
+        proposed = {row: own[:-1] for row, own in tokens.items()}  # all but the last have been run, as if accepted
         passes = [self._with_proposals(one, proposed) for one in plan.passes]
         return Choice(passes, {}, tokens=tokens, proposed=proposed)
 
@@ -416,7 +417,7 @@ class Engine:
         """Return proposals for rows that run their newest token, with pages reserved, and the requests that failed."""
         rows: dict[Proposer, list[Row]] = {}
         started = {one.row.request: None for one in passes if one.row.request.is_started}
-        proposers = {request: self._proposer_of(request) for request in started if not request.variant.is_apart}
+        proposers = {request: self._proposer_of(request) for request in started if not request.variant.needs_own_pass}
         for one in passes if any(proposers.values()) else ():
             proposer = proposers.get(one.row.request)
             if proposer is not None and len(one.tokens) == 1 and one.row.num_left > 1:
@@ -424,7 +425,7 @@ class Engine:
         proposed, failed = dict[Row, list[int]](), dict[Request, Exception]()
         for proposer, own in rows.items():
             propose = partial(_propose_for, proposer, own)
-            for part in self._apart(list(dict.fromkeys(row.request for row in own)), propose, failed):
+            for part in self._bisect(list(dict.fromkeys(row.request for row in own)), propose, failed):
                 proposed |= part
         for row, tokens in list(proposed.items()):
             try:
@@ -459,24 +460,21 @@ class Engine:
         """Choose the next tokens of rows whose logits are there; nothing changes but the state of beam searches."""
         logits, choice = result.logits, Choice(passes, result.captured)
         place: dict[Row, int] = {}  # of the logits after the newest token of a row
-        first = 0
+        end = 0  # of the logits of a pass
         for one in passes:
-            request, count = one.row.request, one.num_logits
-            is_last = one.start + len(one.tokens) >= len(one.row.tokens)
+            request, first, end = one.row.request, end, end + one.num_logits
             if request.settings.score_prompt and not request.is_started:
-                labels = request.prompt.ids[one.start + 1 : one.start + 1 + count]
+                labels = request.prompt.ids[one.start + 1 : one.start + 1 + one.num_logits]
                 scored = logits[first : first + len(labels)]
                 choice.prompt_scores[request] = score_tokens(scored, labels, request.settings.logprobs or 0)
-                place[one.row] = first + count - 1
-            else:
-                place[one.row] = first
-            if not is_last:
-                del place[one.row]
-            elif not request.is_started:
-                if bool(logits[place[one.row]].isnan().any()):
+                first = end - 1
+            if one.start + len(one.tokens) < len(one.row.tokens):
+                continue
+            place[one.row] = first
+            if not request.is_started:
+                if bool(logits[first].isnan().any()):
                     choice.failed[request] = InputError(NAN_LOGITS)
-                place |= dict.fromkeys(request.rows, place[one.row])
-            first += count
+                place |= dict.fromkeys(request.rows, first)
         rows = [row for row in place if not row.request.is_beam_search and row.request not in choice.failed]
         if rows:
             self._choose_tokens(choice, rows, place, proposed, logits)
@@ -495,7 +493,7 @@ class Engine:
         tokens = [proposed.get(row, []) for row in rows]
         index = [place[row] + n for row, more in zip(rows, tokens, strict=True) for n in range(1 + len(more))]
         seen = _take_rows(logits, index)
-        chosen, failed = accept(self.sampler, rows, tokens, seen.float())
+        chosen, failed = self.sampler.accept(rows, tokens, seen.float())
         choice.failed |= {rows[index].request: problem for index, problem in failed.items()}
         first = 0
         for row, more, own in zip(rows, tokens, chosen, strict=True):
@@ -578,10 +576,14 @@ class Engine:
         passes = [one for one in choice.passes if one.row.number is not None]
         for request, scores in choice.prompt_scores.items():
             request.prompt_scores += scores
-        events = {row: self._append(row, tokens, choice) for row, tokens in choice.tokens.items() if tokens}
+        events = {
+            row: self._append(row, tokens, choice)
+            for row, tokens in choice.tokens.items()
+            if tokens and row.request not in choice.failed
+        }
         counts = [len(one.tokens) for one in passes]
         for index, one in enumerate(passes):
-            if more := choice.proposed.get(one.row):
+            if more := choice.proposed.get(one.row):  # those that were not accepted do not count
                 counts[index] += len(events[one.row].tokens) - 1 - len(more)
         self.scheduler.commit([one.row for one in passes], counts)
         self._learn(choice)

@@ -5,7 +5,9 @@
 It does not matter what runs beside a request, how its prompt is cut into chunks, whether its prefix was in the cache,
 whether it was preempted, or whether a token was proposed before it was verified.  This holds within one kind of device,
 library version, dtype and number of threads: every sum has one order, that of the positions in the row and in the
-weight.  Sources are encoded one by one.
+weight.  Sources are encoded one by one.  This file says what is covered; the sums are in `exact_linear`
+(fast_linear.py, kernels/gpu.py), `attend_pages(exact=True)` (kernels/gpu_attention.py) and, on a CPU, the operator's
+`exact` (`CpuStack.step`), to which `ModelRunner._run_pieces` gives no more tokens at a time than it takes.
 
                               CPU                           GPU
     weights                   fp32, 8 and 4 bits            16 bits

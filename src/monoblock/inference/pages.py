@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from monoblock.nn.kv_cache.paged import PAGE_SIZE
+from monoblock.kernels.gpu_attention import PAGE_SIZE
 
 GONE = object()
 

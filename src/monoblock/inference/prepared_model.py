@@ -25,8 +25,9 @@ from monoblock.inference.runners.cuda import CudaRunner, DevicePages, supports_c
 from monoblock.inference.runners.plain import ModelRunner, UncachedRunner
 from monoblock.inference.settings import DRAFT_BITS, show
 from monoblock.inference.supported_models import reason_not_to_optimize
+from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.arguments import check_model
-from monoblock.nn.kv_cache.paged import PAGE_SIZE, token_bytes
+from monoblock.nn.kv_cache.paged import token_bytes
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import quantize

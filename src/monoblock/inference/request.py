@@ -15,7 +15,7 @@ from torch import Tensor
 
 from monoblock.errors import InputError
 from monoblock.inference.settings import Settings
-from monoblock.nn.kv_cache.paged import PAGE_SIZE
+from monoblock.kernels.gpu_attention import PAGE_SIZE
 
 FINISH_REASONS = {
     "stop": "an end token or a stop string",
@@ -105,7 +105,7 @@ class Variant:
     capture: tuple[str, ...] = ()
 
     @property
-    def is_apart(self) -> bool:
+    def needs_own_pass(self) -> bool:
         """Whether each row has a pass of its own: it is edited or looked into."""
         return bool(self.edits or self.capture)
 

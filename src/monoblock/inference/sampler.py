@@ -326,6 +326,43 @@ class Sampler:
         uniforms = torch.tensor(numbers, device=filters.device, dtype=torch.double)
         return filters.choose(logits, uniforms).tolist(), failed
 
+    def accept(
+        self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], logits: Tensor
+    ) -> tuple[list[list[int]], dict[int, Exception]]:
+        """Return the model's next tokens of each row, up to and including the first that differs from its proposal.
+
+        Without a proposal that is one token.
+
+        logits: those after the newest token of each row and after each of its proposals, one row after the other.
+        A row whose logits processor has failed is in the second result, with the error.
+        """
+        first, chosen, failed = [0], [list[int]() for _ in rows], dict[int, Exception]()
+        for tokens in proposed:
+            first.append(first[-1] + 1 + len(tokens))
+        best: list[int] | None = None
+        filters = self.filters_of(rows)
+        if filters.is_stateless and not filters.has_sampling and len(logits) > len(rows):
+            best = filters.choose(logits, logits[:, 0]).tolist()
+        alive, position = list(range(len(rows))), 0
+        while alive:
+            if best is not None:
+                tokens = [best[first[index] + position] for index in alive]
+            else:
+                seen = logits if len(alive) == len(logits) else logits[[first[index] + position for index in alive]]
+                ahead = [proposed[index][:position] for index in alive] if position else None
+                tokens, problems = self.choose([rows[index] for index in alive], seen, ahead)
+                failed |= {alive[number]: problem for number, problem in problems.items()}
+            goes_on = []
+            for index, token in zip(alive, tokens, strict=True):
+                if index in failed:
+                    continue
+                chosen[index].append(token)
+                is_proposed = list(proposed[index][position : position + 1]) == [token]
+                if is_proposed and end_of_text(rows[index], chosen[index])[1] is None:
+                    goes_on.append(index)
+            alive, position = goes_on, position + 1
+        return chosen, failed
+
     def constrain(
         self, rows: Sequence[Row], logits: Tensor, proposed: Sequence[Sequence[int]] | None = None
     ) -> tuple[Tensor, dict[int, Exception]]:
@@ -377,39 +414,3 @@ def score_tokens(logits: Tensor, tokens: Sequence[int], top: int = 0) -> list[To
     best = scores.topk(min(top, scores.shape[-1]))
     rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [TokenScores(score, tuple(zip(*row, strict=True))) for score, row in zip(chosen, rows, strict=True)]
-
-
-def accept(
-    sampler: Sampler, rows: Sequence[Row], proposed: Sequence[Sequence[int]], logits: Tensor
-) -> tuple[list[list[int]], dict[int, Exception]]:
-    """Return the model's next tokens of each row, up to and including the first that differs from its proposal.
-
-    logits: those after the newest token of each row and after each of its proposals, one row after the other.
-    A row whose logits processor has failed is in the second result, with the error.
-    """
-    first, chosen, failed = [0], [list[int]() for _ in rows], dict[int, Exception]()
-    for tokens in proposed:
-        first.append(first[-1] + 1 + len(tokens))
-    best: list[int] | None = None
-    filters = sampler.filters_of(rows)
-    if filters.is_stateless and not filters.has_sampling and len(logits) > len(rows):
-        best = filters.choose(logits, logits[:, 0]).tolist()
-    alive, position = list(range(len(rows))), 0
-    while alive:
-        if best is not None:
-            tokens = [best[first[index] + position] for index in alive]
-        else:
-            seen = logits if len(alive) == len(logits) else logits[[first[index] + position for index in alive]]
-            ahead = [proposed[index][:position] for index in alive] if position else None
-            tokens, problems = sampler.choose([rows[index] for index in alive], seen, ahead)
-            failed |= {alive[number]: problem for number, problem in problems.items()}
-        goes_on = []
-        for index, token in zip(alive, tokens, strict=True):
-            if index in failed:
-                continue
-            chosen[index].append(token)
-            is_proposed = list(proposed[index][position : position + 1]) == [token]
-            if is_proposed and end_of_text(rows[index], chosen[index])[1] is None:
-                goes_on.append(index)
-        alive, position = goes_on, position + 1
-    return chosen, failed

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from monoblock.inference.pages import OutOfPages, PageCopies, Pages
 from monoblock.inference.request import Request, Row
 from monoblock.inference.runners.plain import RowPass
-from monoblock.nn.kv_cache.paged import PAGE_SIZE
+from monoblock.kernels.gpu_attention import PAGE_SIZE
 
 MAX_STEP_TOKENS = 8192  # tokens of prompts in one step
 
@@ -77,7 +77,7 @@ class Scheduler:
 
     def num_needed(self, request: Request) -> int:
         """Return the most pages that a request may ever need."""
-        return len(request.rows) * (num_pages(request.max_length) + 1)
+        return len(request.rows) * (pages_of(request.max_length) + 1)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Scheduler:
         plan = Plan()
         self._admit(plan)
         while self.running:
-            passes = self._choose_tokens()
+            passes = self._select_passes()
             numbers, counts = [one.row.place for one in passes], [len(one.tokens) for one in passes]
             try:
                 plan.copies = self.pages.reserve(numbers, counts)
@@ -97,7 +97,7 @@ class Scheduler:
             break
         return plan
 
-    def _choose_tokens(self) -> list[RowPass]:
+    def _select_passes(self) -> list[RowPass]:
         passes, left = [], MAX_STEP_TOKENS
         requests = sorted(self.running, key=lambda request: not request.is_started)
         groups = [request.running_rows if request.is_started else request.rows[:1] for request in requests]
@@ -157,9 +157,9 @@ class Scheduler:
         rows = request.running_rows if request.is_started else request.rows[:1]
         found = [self._find_prefix(row) for row in rows]
         idle = sum(page in self.pages.idle for page in {page for prefix in found for page in prefix})
-        needed = sum(num_pages(len(row.tokens) + 1) - len(prefix) for row, prefix in zip(rows, found, strict=True))
+        needed = sum(pages_of(len(row.tokens) + 1) - len(prefix) for row, prefix in zip(rows, found, strict=True))
         spare = sum(len(one.running_rows) for one in self.running)  # each may soon need a page
-        source = num_pages(len(request.prompt.source or ()))
+        source = pages_of(len(request.prompt.source or ()))
         if needed + spare > self.pages.num_free - idle or source > self.sources.num_free:
             return False
         for row, prefix in zip(rows, found, strict=True):
@@ -192,7 +192,7 @@ class Scheduler:
 
     def commit(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         """Count new tokens that have been run, and publish the pages that are full now."""
-        numbers = [row.number for row in rows if row.number is not None]
+        numbers = [row.place for row in rows]
         self.pages.advance(numbers, counts)
         if not self.reuses_prefixes:
             return
@@ -205,7 +205,7 @@ class Scheduler:
                 self.pages.publish(number, index, row.page_digests(last)[index])
 
 
-def num_pages(length: int) -> int:
+def pages_of(length: int) -> int:
     return -(-length // PAGE_SIZE)
 
 

@@ -46,9 +46,9 @@ from monoblock.inference.supported_models import (
     positive,
     unsupported_field,
 )
+from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.attention import Attention, select_kept_heads
 from monoblock.nn.block import Block
-from monoblock.nn.kv_cache.paged import PAGE_SIZE
 from monoblock.nn.norm import Norm
 from monoblock.nn.positions import alibi_bias, relative_position_bucket, rotary_angles
 from monoblock.nn.stack import Stack

@@ -29,8 +29,9 @@ from monoblock.inference.runners.plain import ModelRunner, RowPass
 from monoblock.inference.runners.record import record
 from monoblock.inference.sampler import Filters
 from monoblock.inference.supported_models import SUPPORTED, unsupported_field
+from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.experts import Experts
-from monoblock.nn.kv_cache.paged import PAGE_SIZE, PagedCache, StaticRows, token_bytes
+from monoblock.nn.kv_cache.paged import PagedCache, StaticRows, token_bytes
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 

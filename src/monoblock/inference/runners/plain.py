@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from monoblock.inference.pages import PageCopies, Pages
 from monoblock.inference.request import PLAIN, Request, Row, Variant, pad_right
+from monoblock.inference.runners.cpu import MAX_TOKENS
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.attention import Attention
 from monoblock.nn.kv_cache.paged import PagedCache, PagedRows
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
-
-MAX_EXACT_TOKENS = 512  # in one pass of an exact model
 
 
 class RowPass(NamedTuple):
@@ -121,7 +120,7 @@ class ModelRunner:
     def model_of(self, variant: Variant) -> Transformer:
         if variant.adapter is not None:
             return self.adapters[variant.adapter]
-        return self.plain if variant.is_apart else self.model
+        return self.plain if variant.needs_own_pass else self.model
 
     # -- sources --------------------------------------------------------------------------------------------------
 
@@ -161,14 +160,14 @@ class ModelRunner:
         return self._run_groups(passes)
 
     def _run_pieces(self, passes: Sequence[RowPass]) -> Tensor:
-        """Run at most MAX_EXACT_TOKENS tokens at a time, which an operator takes; return the logits that are wanted."""
+        """Run at most MAX_TOKENS tokens at a time, which an operator takes; return the logits that are wanted."""
         rounds: list[list[tuple[int, RowPass]]] = [[]]
-        left = MAX_EXACT_TOKENS
+        left = MAX_TOKENS
         for index, one in enumerate(passes):
-            for piece in _cut(one, MAX_EXACT_TOKENS):
+            for piece in _cut(one, MAX_TOKENS):
                 if len(piece.tokens) > left:
                     rounds.append([])
-                    left = MAX_EXACT_TOKENS
+                    left = MAX_TOKENS
                 rounds[-1].append((index, piece))
                 left -= len(piece.tokens)
         logits: list[list[Tensor]] = [[] for _ in passes]
@@ -191,7 +190,7 @@ class ModelRunner:
     def _run_group(self, passes: Sequence[RowPass], captured: dict[Row, dict[str, Tensor]]) -> Tensor:
         """Run passes of about the same length in one pass of the model; return the logits that are wanted."""
         variant, tap = passes[0].row.request.variant, self.tap
-        if variant.is_apart:
+        if variant.needs_own_pass:
             tap = RowTap(variant, passes[0].start)
         logits = self.run_model(self.model_of(variant), passes, tap)
         if isinstance(tap, RowTap) and variant.capture:
@@ -307,7 +306,7 @@ def _group(items: Sequence[Any], key: Any) -> list[list[Any]]:
 
 
 def _variant_key(owner: Request | Row, variant: Variant) -> object:
-    return id(owner) if variant.is_apart else variant.adapter
+    return id(owner) if variant.needs_own_pass else variant.adapter
 
 
 def _pass_key(one: RowPass) -> object:

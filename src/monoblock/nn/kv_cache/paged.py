@@ -18,14 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from monoblock.config.model import StackConfig
-from monoblock.kernels.gpu_attention import make_counters
+from monoblock.kernels.gpu_attention import PAGE_SIZE, make_counters
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
 from monoblock.nn.kv_cache.linear_state import LinearLayerCache, LinearState
 from monoblock.nn.token_positions import TokenPositions
-
-PAGE_SIZE = 16
 
 
 class PagePool:
