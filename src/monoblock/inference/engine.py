@@ -56,6 +56,7 @@ from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import Settings, check_count
 from monoblock.inference.speculative import Proposer
 from monoblock.inference.streaming_text import StreamingText
+from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 from monoblock.tokenizers.tokenizer import Tokenizer
@@ -168,7 +169,7 @@ class Engine:
             check_count(name, value, 1)
         if not hasattr(ensemble, "__len__"):
             raise InputError("ensemble is not a list of models; write ensemble=[second, third]")
-        if proposer is not None and not hasattr(proposer, "propose"):
+        if proposer is not None and not isinstance(proposer, Proposer):
             raise InputError(f"proposer={proposer!r:.60} proposes no tokens; write PromptLookup() or DraftModel(model)")
         if proposer is not None and not use_cache:
             raise InputError(DRAFT_NEEDS_CACHE)
@@ -176,19 +177,25 @@ class Engine:
             raise InputError(NO_DRAFT_WITH_ENSEMBLE)
         if tap is not None and not callable(tap):
             raise InputError(f"tap={tap!r:.60} is not valid; write a function (name, activation) -> activation or None")
+        for name, adapted in (adapters or {}).items():
+            if limits_of(adapted)[2:] != limits_of(model)[2:]:
+                raise InputError(f"the adapter {name!r} belongs to another model; give an adapted copy of this one")
         models = [model, *ensemble]
         self.model, self.models = model, models
         self.is_exact = isinstance(model, PreparedModel) and model.exact
         self.limits = combine_limits([limits_of(one) for one in models])
+        if proposer is not None:
+            proposer.check_model(self.limits)
         limit = capacity if capacity is not None else self.limits.context
         if limit is None:
             raise InputError("this model has no maximum sequence length, so set one in tokens, such as capacity=1024")
-        self.capacity, self.max_rows, self.max_burst, self.use_cache = limit, max_rows, max_burst, use_cache
+        self.capacity = limit = min(limit, self.limits.context or limit)
+        self.max_rows, self.max_burst, self.use_cache = max_rows, max_burst, use_cache
         count = default_num_pages(models, limit, max_rows) if num_pages is None else num_pages + 1
         self.pages = Pages(count, max_rows)
         self.sources = Pages(1 + max_rows * pages_of(self.limits.max_source or 1 << 16), max_rows)
-        # A plain model may have changed when the engine has nothing to do, and a tap wants to see every token.
-        self.keeps_prefixes = all(isinstance(one, PreparedModel) for one in models)
+        # Modules may have changed when the engine has nothing to do, and a tap wants to see every token.
+        self.keeps_prefixes = all(isinstance(one, PreparedModel) for one in models) and not adapters
         reuses_prefixes = reuses_prefixes and use_cache and tap is None
         self.scheduler = Scheduler(
             self.pages, self.sources, max_rows=max_rows, chunk=prefill_chunk, reuses_prefixes=reuses_prefixes
@@ -240,7 +247,7 @@ class Engine:
         if settings.num_beams > 1 and budget != settings.max_new_tokens:  # the search ends at the end of the context
             settings = replace(settings, max_new_tokens=budget, min_new_tokens=min(budget, settings.min_new_tokens))
         self.last_request_id += 1
-        root = (salt, adapter, [id(edit) for edit in variant.edits])
+        root = (salt, adapter, self.last_request_id if variant.edits else None)  # edits may change, so none are shared
         request = Request(self.last_request_id, prompt, settings, budget, limit_reason, variant, root)
         if self.scheduler.num_needed(request) > self.pages.count - 1:
             raise InputError(
@@ -248,6 +255,8 @@ class Engine:
                 f"{self.scheduler.num_needed(request)} pages of the key/value cache, which has {self.pages.count - 1}; "
                 f"shorten it, or give the engine more with num_pages"
             )
+        if pages_of(len(prompt.source or ())) > self.sources.count - 1:
+            raise InputError(f"a source of {len(prompt.source or ())} tokens is too long for this engine; shorten it")
         proposer = self._proposer_of(request)
         if proposer is not None:
             proposer.check_prompt(len(prompt.ids))
@@ -272,7 +281,9 @@ class Engine:
             raise InputError(NO_DRAFT_WITH_ENSEMBLE)
         if settings.draft is not None and not self.use_cache:
             raise InputError(DRAFT_NEEDS_CACHE)
-        if settings.stop and self.tokenizer is None:
+        if settings.num_beams > 1 and (settings.stop or settings.logprobs is not None):
+            raise InputError("a beam search has no stop strings and no logprobs; leave them out, or write num_beams=1")
+        if settings.stop and not hasattr(self.tokenizer, "decode"):
             raise InputError("stop strings need a tokenizer; write Engine(model, tokenizer=tokenizer)")
 
     def _check_variant(self, adapter: str | None, edits: Sequence[Edit], capture: Sequence[str]) -> Variant:
@@ -571,16 +582,19 @@ class Engine:
     def _commit(self, choice: Choice) -> list[RequestOutput]:
         """Count what has been run, append the chosen tokens, and return them."""
         outputs: list[RequestOutput] = []
-        for request, problem in choice.failed.items():
-            outputs += self._fail(request, problem)
-        passes = [one for one in choice.passes if one.row.number is not None]
         for request, scores in choice.prompt_scores.items():
             request.prompt_scores += scores
-        events = {
-            row: self._append(row, tokens, choice)
-            for row, tokens in choice.tokens.items()
-            if tokens and row.request not in choice.failed
-        }
+        events: dict[Row, RequestOutput] = {}
+        for row, tokens in choice.tokens.items():
+            try:
+                if tokens and row.request not in choice.failed:
+                    events[row] = self._append(row, tokens, choice)
+            except Exception as problem:  # of the tokenizer
+                choice.failed[row.request] = problem
+        for failed in choice.failed.items():
+            outputs += self._fail(*failed)
+        events = {row: event for row, event in events.items() if row.request not in choice.failed}
+        passes = [one for one in choice.passes if one.row.number is not None]
         counts = [len(one.tokens) for one in passes]
         for index, one in enumerate(passes):
             if more := choice.proposed.get(one.row):  # those that were not accepted do not count
@@ -655,10 +669,12 @@ class Engine:
         last = iter(searches.last_tokens)
         for index, request in enumerate(group.requests):
             tokens = [[*request.rows[origin].tokens, next(last)] for origin in origins[request]]
+            digests = [[*request.rows[origin].digests] for origin in origins[request]]
             if searches.is_done[index]:
                 outputs += self._beam_outputs(request, searches.best_hypotheses(index))
-            for row, own in zip(request.rows, tokens, strict=True):
-                row.tokens, row.finish_reason = own, "stop" if searches.is_done[index] else None
+            for row, own, own_digests in zip(request.rows, tokens, digests, strict=True):
+                row.tokens, row.digests = own, own_digests
+                row.finish_reason = "stop" if searches.is_done[index] else None
             places = [row.place for row in request.rows]
             numbers += places
             continued += [places[origin] for origin in origins[request]]
@@ -707,7 +723,7 @@ class Engine:
             request.restart()
         for row, values, length in rows:
             vars(row).update(values)
-            del row.tokens[length:]
+            del row.tokens[length:], row.digests[length // PAGE_SIZE :]
         for request, values, length in own:
             vars(request).update(values)
             del request.prompt_scores[length:]

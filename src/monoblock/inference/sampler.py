@@ -376,7 +376,7 @@ class Sampler:
         logits = filters.apply_constraints(logits, history, counts)
         if not filters.has_processors:
             return logits, failed
-        processed = list(logits.split(1))
+        processed = list(logits.clone().split(1))  # a processor may change what it is given
         for index, row in enumerate(rows):
             if row.request.settings.logits_processor:
                 ids = torch.tensor([tokens[index]], device=filters.device)

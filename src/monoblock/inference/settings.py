@@ -264,7 +264,8 @@ def _check_bias(value: object) -> dict[int, float]:
     if not isinstance(given, Mapping):
         raise InputError(f"logit_bias={show(value)} is not valid; write numbers by token id: {{50: -2.5}}")
     for token, bias in given.items():
-        _token_tuple("logit_bias", token)
+        if _token_tuple("logit_bias", token) != (token,):
+            raise InputError(f"logit_bias={show(value)} is not valid; write numbers by token id: {{50: -2.5}}")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -1000 <= bias <= 1000:
             raise InputError(f"logit_bias={show(value)} is not valid; a bias is a number from -1000 to 1000")
     return dict(given)

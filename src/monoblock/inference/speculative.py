@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from monoblock.errors import InputError, with_article
 from monoblock.inference.pages import OutOfPages, Pages
-from monoblock.inference.prepared_model import GenerativeModel, PreparedModel, make_runner
+from monoblock.inference.prepared_model import GenerativeModel, ModelLimits, PreparedModel, limits_of, make_runner
 from monoblock.inference.request import Request, Row
 from monoblock.inference.runners.plain import RowPass
 from monoblock.inference.sampler import Sampler
@@ -32,6 +32,9 @@ MAX_DRAFT_PAGES = 1 << 16
 
 class Proposer:
     """An object that proposes the next tokens of rows."""
+
+    def check_model(self, limits: ModelLimits) -> None:
+        """Raise InputError if the proposer does not fit a model with these limits."""
 
     def check_prompt(self, length: int) -> None:
         """Raise InputError if the proposer cannot propose tokens for a prompt of this length."""
@@ -101,6 +104,16 @@ class DraftModel(Proposer):
         self.runner = make_runner(model, self.pages, self.sources)
         self.own_rows: dict[int, dict[int, Row]] = {}  # by request and index: rows with the same tokens, in own pages
         self.sampler = Sampler(model.device)
+
+    def check_model(self, limits: ModelLimits) -> None:
+        own = limits_of(self.model)
+        if own.vocab_size != limits.vocab_size:
+            raise InputError(
+                f"the draft model has a vocabulary of {own.vocab_size} tokens, but the model has {limits.vocab_size}; "
+                f"use a draft model with the same vocabulary"
+            )
+        if own.has_encoder and not limits.has_encoder:
+            raise InputError("the draft model needs a source, which the model has not; use a decoder-only draft")
 
     def fits_prompt(self, length: int) -> bool:
         """Return whether a prompt of this length leaves room for a proposal in the draft model's context."""

@@ -43,7 +43,7 @@ def reason_not_to_optimize(model: Transformer) -> str | None:
     """Return why a model has no fast path, or None if it has one."""
     if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
         return "it generates no text"
-    if model.training:
+    if any(module.training for module in model.modules()):
         return "it is in training mode (write model.eval() first)"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on"

@@ -178,9 +178,10 @@ def match_targets(names: Sequence[str], targets: Sequence[str]) -> list[str]:
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the submodule `name` of a model by `module`."""
+    """Replace the submodule `name` of a model by `module`, which gets the training mode of the module that has it."""
     path, _, last = name.rpartition(".")
-    setattr(model.get_submodule(path), last, module)
+    parent = model.get_submodule(path)
+    setattr(parent, last, module.train(parent.training))
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:

@@ -124,7 +124,7 @@ def quantize_modules(
         quantized = _quantize_module(getattr(parent, name), bits, config.group)
         quantized.activation_bits = config.activation_bits
         parent._parameters.pop(name, None)  # of stacked experts
-        parent._modules[name] = quantized
+        parent._modules[name] = quantized.train(parent.training)
         if progress is not None:
             progress(done, len(matrices))
     model.config = replace(model.config, quantize=config)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from monoblock.errors import InputError
 from monoblock.inference.pages import PageCopies, Pages
-from monoblock.inference.request import PLAIN, Request, Row, Variant, pad_right
+from monoblock.inference.request import PLAIN, Edit, Request, Row, Variant, pad_right
 from monoblock.inference.runners.cpu import MAX_TOKENS
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.attention import Attention
@@ -60,9 +61,11 @@ class Runner(Protocol):
 class RowTap:
     """A tap for the pass of a single row: it applies the edits of a request and keeps activations by name."""
 
-    def __init__(self, variant: Variant, start: int) -> None:
+    def __init__(self, variant: Variant, start: int, *, has_encoder: bool) -> None:
         self.variant, self.start = variant, start
+        self.source_parts = ("input", "encoder") if has_encoder else ()  # a pass has all tokens of the source
         self.captured: dict[str, Tensor] = {}
+        self.unmatched: list[Edit | str] = [*variant.edits, *variant.capture]
 
     def wants(self, name: str) -> bool:
         return self.changes(name) or self._is_captured(name)
@@ -74,12 +77,21 @@ class RowTap:
         return any(fnmatchcase(name, pattern) for pattern in self.variant.capture)
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        start = 0 if name.split(".")[0] in self.source_parts else self.start
         for edit in self.variant.edits:
             if edit.matches(name):
-                tensor = edit.apply(name, tensor, self.start)
+                tensor = edit.apply(name, tensor, start)
         if self._is_captured(name):
             self.captured[name] = tensor[0].clone()
+        matches = lambda one: fnmatchcase(name, one) if isinstance(one, str) else one.matches(name)
+        self.unmatched = [one for one in self.unmatched if not matches(one)]
         return tensor
+
+    def check_names(self) -> None:
+        """Raise InputError if an edit or a pattern names no activation."""
+        for one in self.unmatched:
+            what = f"capture={one!r}" if isinstance(one, str) else "an edit"
+            raise InputError(f"{what} names no activation of this model; mb.trace(model, ids) lists those it has")
 
 
 class ModelRunner:
@@ -113,8 +125,8 @@ class ModelRunner:
         # Modules of users may do what inference mode forbids, such as FSDP's in-place all-gather.
         is_fast = self.plain is not self.model
         with torch.inference_mode(is_fast), torch.no_grad(), onednn.disabled_where_slow(), ExitStack() as modes:
-            for model in () if is_fast else (self.model, *self.adapters.values()):
-                modes.enter_context(evaluation_mode(model))
+            if not is_fast:
+                modes.enter_context(evaluation_mode(self.model))
             yield
 
     def model_of(self, variant: Variant) -> Transformer:
@@ -190,12 +202,21 @@ class ModelRunner:
     def _run_group(self, passes: Sequence[RowPass], captured: dict[Row, dict[str, Tensor]]) -> Tensor:
         """Run passes of about the same length in one pass of the model; return the logits that are wanted."""
         variant, tap = passes[0].row.request.variant, self.tap
+        model = self.model_of(variant)
         if variant.needs_own_pass:
-            tap = RowTap(variant, passes[0].start)
-        logits = self.run_model(self.model_of(variant), passes, tap)
-        if isinstance(tap, RowTap) and variant.capture:
-            captured[passes[0].row] = tap.captured
+            tap = RowTap(variant, self.first_token(passes[0]), has_encoder=model.encoder is not None)
+        with evaluation_mode(model) if model is not self.model else nullcontext():
+            logits = self.run_model(model, passes, tap)
+        if isinstance(tap, RowTap):
+            if passes[0].start == 0:
+                tap.check_names()
+            if variant.capture:
+                captured[passes[0].row] = tap.captured
         return logits
+
+    def first_token(self, one: RowPass) -> int:
+        """Return the number of the first token of a row that a pass sees."""
+        return one.start
 
     def _is_unencoded(self, one: RowPass) -> bool:
         return one.row.request.source_number in self.unencoded
@@ -234,6 +255,9 @@ class ModelRunner:
 
 class UncachedRunner(ModelRunner):
     """Runs all tokens of every row again at every step."""
+
+    def first_token(self, one: RowPass) -> int:
+        return 0
 
     def encode(self, requests: Sequence[Request]) -> None:
         """Do nothing: sources are encoded in every pass."""
