@@ -68,7 +68,8 @@ inline AttentionWork share_attention(const Pass& pass, const SeenKeys& seen, int
   std::vector<AttentionItem> blocks;
   bool has_parts = false;
   for (int64_t n = 0, size; n < pass.tokens(); n += size) {
-    for (size = 1; size < TOKENS_TOGETHER && n + size < pass.tokens() && pass.have_one_table(seen, n, n + size);) ++size;
+    const int64_t limit = std::min(TOKENS_TOGETHER, pass.tokens() - n);
+    for (size = 1; size < limit && pass.have_one_table(seen, n, n + size);) ++size;
     const auto [least, most] = std::minmax_element(&seen.end[n], &seen.end[n] + size);
     const int64_t first = first_key(*least, window) / PART, end = (*most + PART - 1) / PART;
     blocks.push_back({n, size, first, std::max<int64_t>(0, end - first)});
