@@ -108,7 +108,8 @@ inline void check_count(const Argument& name, size_t given, size_t needed, const
   TORCH_CHECK(given == needed, name, " has ", given, " elements; one for each ", of, " is needed, ", needed, " in all");
 }
 
-inline void check_range(const Argument& name, int64_t value, int64_t least, int64_t most) {
+template <class Name>
+void check_range(const Name& name, int64_t value, int64_t least, int64_t most) {
   TORCH_CHECK(value >= least && value <= most, name, " is ", value, "; a number from ", least, " to ", most,
               " is needed");
 }

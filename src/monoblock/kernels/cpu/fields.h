@@ -34,8 +34,7 @@ class Fields {
   int64_t integer(const std::string& field, int64_t least, int64_t most) {
     const c10::IValue value = read(field);
     TORCH_CHECK(value.isInt(), name(field), " is of type ", value.tagKind(), "; an int is needed");
-    TORCH_CHECK(value.toInt() >= least && value.toInt() <= most, name(field), " is ", value.toInt(), "; a number from ",
-                least, " to ", most, " is needed");
+    check_range(name(field), value.toInt(), least, most);
     return value.toInt();
   }
 

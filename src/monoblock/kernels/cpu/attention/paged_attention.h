@@ -17,36 +17,40 @@ constexpr int64_t PART = 512;
 constexpr int MAX_TOGETHER = LANES == 8 ? 2 : 4;  // heads that attend at once: what registers hold
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
 
-// Some keys of one row, all of one part, and their values; `table` has the pages of the row.
+// One head of the keys and values in the pages of a table.
 struct Keys {
   const Pools& pools;
   const int32_t* table;
-  int64_t group, first, end;
+  int64_t group;
 
   const float* keys(int64_t page) const { return pools.key(table[page], group); }
   const float* values(int64_t page) const { return pools.value(table[page], group); }
 };
 
-// How one head turns products into scores.
-struct Scores {
-  float scale, softcap;
-  const float* bias;  // added to the scores, by distance; null for none
-  int64_t index;      // of the query in its row
-};
-
-// What one head of one query attended to: the values weighted with e^(score - highest), and the sum of these weights.
+// What a head of one query attended to: the values weighted with e^(score - highest), and the sum of these weights.
 struct Attended {
   float highest = LOWEST, total = 0;
   bool is_empty = true;
 };
 
-// scores[m][i % PART] = the product of query m with key i.
+// One head of a query, the keys that it sees in one part, and how it turns products into scores.
+struct Query {
+  const float* q;
+  int64_t first, end;
+  float scale, softcap;
+  const float* bias;  // added to the scores, by distance; null for none
+  int64_t index;      // of the query in its row
+  Attended* sum;
+  float* out;         // (value_size,)
+};
+
+// scores[m][i % PART] = the product of query m and key i, for the keys from first to end.
 template <int M>
-inline void multiply_keys(const Keys& s, const float* q, int64_t q_step, float (*scores)[PART]) {
+inline void multiply_keys(const Keys& s, int64_t first, int64_t last, const Query* queries, float (*scores)[PART]) {
   const int64_t size = s.pools.key_size;
-  for (int64_t i = s.first / LANES * LANES; i < s.end; i += LANES) {
-    const int64_t low = std::max(i, s.first), high = std::min(i + LANES, s.end);
-    const float* key = s.keys(i / PAGE) + i % PAGE * size;
+  for (int64_t i = first / LANES * LANES; i < last; i += LANES) {
+    const int64_t low = std::max(i, first), high = std::min(i + LANES, last);
+    const float *key = s.keys(i / PAGE) + i % PAGE * size, *value = s.values(i / PAGE) + i % PAGE * s.pools.value_size;
     Floats parts[M][LANES];
     if (high - low < LANES)
       for (int m = 0; m < M; ++m) std::fill_n(parts[m], LANES, Floats{});
@@ -54,12 +58,13 @@ inline void multiply_keys(const Keys& s, const float* q, int64_t q_step, float (
       Floats sums[M] = {};
       int64_t k = 0;
       for (; k + LANES <= size; k += LANES) {
+        prefetch(value + n * s.pools.value_size + k, 0);
         const Floats v = load<Floats>(key + n * size + k);
-        UNROLL for (int m = 0; m < M; ++m) sums[m] += v * load<Floats>(q + m * q_step + k);
+        UNROLL for (int m = 0; m < M; ++m) sums[m] += v * load<Floats>(queries[m].q + k);
       }
       if (k < size)
         UNROLL for (int m = 0; m < M; ++m)
-          sums[m] += load_lanes(key + n * size + k, int(size - k)) * load_lanes(q + m * q_step + k, int(size - k));
+          sums[m] += load_lanes(key + n * size + k, int(size - k)) * load_lanes(queries[m].q + k, int(size - k));
       UNROLL for (int m = 0; m < M; ++m) parts[m][n] = sums[m];
     }
     UNROLL for (int m = 0; m < M; ++m) store(scores[m] + i % PART, sum_each(parts[m]));
@@ -67,16 +72,16 @@ inline void multiply_keys(const Keys& s, const float* q, int64_t q_step, float (
 }
 
 // Products become weights e^(score - highest), zero before the first key and behind the last one.
-inline Attended weigh(const Keys& s, const Scores& options, float* scores) {
-  const int64_t start = s.first / PART * PART, first = s.first - start, end = s.end - start;
+inline Attended weigh(const Query& query, float* scores) {
+  const int64_t start = query.first / PART * PART, first = query.first - start, end = query.end - start;
   const int64_t begin = first / LANES * LANES, count = (end - begin + LANES - 1) / LANES * LANES;
   scores += begin;
   transform(scores, count, [&](Floats v, int64_t, int) {
-    v *= options.scale;
-    return options.softcap ? options.softcap * tanh_of(v / options.softcap) : v;
+    v *= query.scale;
+    return query.softcap ? query.softcap * tanh_of(v / query.softcap) : v;
   });
-  if (options.bias)
-    for (int64_t i = s.first; i < s.end; ++i) scores[i - start - begin] += options.bias[options.index - i];
+  if (query.bias)
+    for (int64_t i = query.first; i < query.end; ++i) scores[i - start - begin] += query.bias[query.index - i];
   std::fill_n(scores, first - begin, -std::numeric_limits<float>::infinity());
   std::fill(scores + end - begin, scores + count, -std::numeric_limits<float>::infinity());
   Floats highest = all(LOWEST), total = {};
@@ -90,25 +95,38 @@ inline Attended weigh(const Keys& s, const Scores& options, float* scores) {
   return {top, sum(total), false};
 }
 
-// to[m] (value_size,) = the sum of weights[m][i % PART] times value i.
+// to (M, value_size) = for query m the sum of weights[m][i % PART] times value i, of the keys that it sees.
 template <int M>
-inline void add_values(const Keys& s, const float (*weights)[PART], float* to, int64_t to_step) {
+inline void add_values(const Keys& s, int64_t first, int64_t last, const Query* queries, const float (*weights)[PART],
+                       float* to) {
   const int64_t size = s.pools.value_size;
+  int64_t all_from = first, all_until = last;  // the keys that all of them see
+  for (int m = 0; m < M; ++m)
+    all_from = std::max(all_from, queries[m].first), all_until = std::min(all_until, queries[m].end);
   const auto add = [&]<int P>(int64_t begin, int64_t width) {  // P vectors, of which the last may not be full
     Floats sums[M][P] = {};
-    for (int64_t i = s.first; i < s.end;) {
-      const float* value = s.values(i / PAGE) + begin;
-      for (const int64_t end = std::min(s.end, (i / PAGE + 1) * PAGE); i < end; ++i) {
-        const float* from = value + i % PAGE * size;
-        Floats v[P];
-        UNROLL for (int p = 0; p < P; ++p)
-          v[p] = width == P * LANES ? load<Floats>(from + p * LANES)
-                                    : load_lanes(from + p * LANES, int(std::min<int64_t>(LANES, width - p * LANES)));
-        UNROLL for (int m = 0; m < M; ++m)
-          UNROLL for (int p = 0; p < P; ++p) sums[m][p] += weights[m][i % PART] * v[p];
+    const auto add_keys = [&]<bool ARE_SEEN>(int64_t i, int64_t until) {
+      while (i < until) {
+        const float* value = s.values(i / PAGE) + begin;
+        const float* next = s.keys(i / PAGE) + s.pools.key_head + begin;  // of the next head, to be multiplied soon
+        for (const int64_t end = std::min(until, (i / PAGE + 1) * PAGE); i < end; ++i) {
+          const float* from = value + i % PAGE * size;
+          Floats v[P];
+          UNROLL for (int p = 0; p < P; ++p) {
+            prefetch(next + i % PAGE * s.pools.key_size + p * LANES, 0);
+            v[p] = width == P * LANES ? load<Floats>(from + p * LANES)
+                                      : load_lanes(from + p * LANES, int(std::min<int64_t>(LANES, width - p * LANES)));
+          }
+          UNROLL for (int m = 0; m < M; ++m)
+            if (ARE_SEEN || (queries[m].first <= i && i < queries[m].end))
+              UNROLL for (int p = 0; p < P; ++p) sums[m][p] += weights[m][i % PART] * v[p];
+        }
       }
-    }
-    for (int m = 0; m < M; ++m) std::memcpy(to + m * to_step + begin, sums[m], 4 * width);
+    };
+    const int64_t from = std::min(all_from, last), until = std::max(from, all_until);
+    add_keys.template operator()<false>(first, from), add_keys.template operator()<true>(from, until);
+    add_keys.template operator()<false>(until, last);
+    for (int m = 0; m < M; ++m) std::memcpy(to + m * size + begin, sums[m], 4 * width);
   };
   int64_t begin = 0;
   for (; begin + 4 * LANES <= size; begin += 4 * LANES) add.template operator()<4>(begin, 4 * LANES);
@@ -148,28 +166,31 @@ inline void finish(Attended sum, const float* sink, float* out, int64_t size) {
 struct AttentionScratch {
   alignas(64) float scores[MAX_TOGETHER][PART];
   std::vector<float> values;  // (MAX_TOGETHER, value size)
+  std::vector<Query> queries;
 };
 
-// Heads q (heads, q_step) of one query, which share these keys, attend to them: done(head, attended, values).
-template <class Options, class Done>
-inline void attend(const Keys& keys, const float* q, int64_t q_step, int64_t heads, AttentionScratch& scratch,
-                   Options options, Done done) {
-  const int64_t size = keys.pools.value_size;
+// The queries in scratch attend to keys of one part, and add what they see there to their sums.
+inline void attend(const Keys& keys, AttentionScratch& scratch) {
+  const int64_t size = keys.pools.value_size, count = int64_t(scratch.queries.size());
   scratch.values.resize(std::max<size_t>(scratch.values.size(), MAX_TOGETHER * size));
-  const auto together = [&]<int M>(int64_t h) {
+  const auto together = [&]<int M>(const Query* queries) {
     Attended attended[M];
-    multiply_keys<M>(keys, q + h * q_step, q_step, scratch.scores);
-    for (int m = 0; m < M; ++m) attended[m] = weigh(keys, options(h + m), scratch.scores[m]);
-    add_values<M>(keys, scratch.scores, scratch.values.data(), size);
-    for (int m = 0; m < M; ++m) done(h + m, attended[m], scratch.values.data() + m * size);
+    int64_t first = queries[0].first, end = queries[0].end;
+    for (int m = 1; m < M; ++m) first = std::min(first, queries[m].first), end = std::max(end, queries[m].end);
+    multiply_keys<M>(keys, first, end, queries, scratch.scores);
+    for (int m = 0; m < M; ++m) attended[m] = weigh(queries[m], scratch.scores[m]);
+    add_values<M>(keys, first, end, queries, scratch.scores, scratch.values.data());
+    for (int m = 0; m < M; ++m)
+      add_part(*queries[m].sum, queries[m].out, attended[m], scratch.values.data() + m * size, size);
   };
-  int64_t h = 0;
+  const Query* next = scratch.queries.data();
+  const Query* end = next + count;
   if constexpr (MAX_TOGETHER >= 4) {
-    for (; h + 4 <= heads; h += 4) together.template operator()<4>(h);
-    if (h + 3 <= heads) together.template operator()<3>(h), h += 3;
+    for (; next + 4 <= end; next += 4) together.template operator()<4>(next);
+    if (next + 3 <= end) together.template operator()<3>(next), next += 3;
   }
-  for (; h + 2 <= heads; h += 2) together.template operator()<2>(h);
-  if (h < heads) together.template operator()<1>(h);
+  for (; next + 2 <= end; next += 2) together.template operator()<2>(next);
+  if (next < end) together.template operator()<1>(next);
 }
 
 }  // namespace pages

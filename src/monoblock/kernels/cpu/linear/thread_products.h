@@ -1,7 +1,11 @@
 // The matrix products of several threads: what they share, and the part of each.
 #pragma once
 
+#include <ATen/Parallel.h>
+#include <omp.h>
+
 #include <algorithm>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -218,5 +222,23 @@ class ThreadProducts {
             dot(in.x + b * in.stride + in.columns, weight + row * m.columns + in.columns, m.columns - in.columns);
   }
 };
+
+inline int count_threads(int64_t products) {
+  return at::in_parallel_region() || products < WEIGHTS_PER_THREAD ? 1 : at::get_num_threads();
+}
+
+// work(barrier, number, count) in each thread; one alone for so few products that others do not pay.
+template <class Work>
+void run_threads(int64_t products, Work work) {
+  std::optional<Barrier> barrier;
+  ThreadErrors errors;
+#pragma omp parallel num_threads(count_threads(products))
+  {
+#pragma omp single
+    barrier.emplace(omp_get_num_threads());  // perhaps fewer than were asked for
+    errors.run([&] { work(*barrier, omp_get_thread_num(), omp_get_num_threads()); }, [&] { barrier->abandon(); });
+  }
+  errors.rethrow();
+}
 
 }  // namespace

@@ -1,10 +1,6 @@
 // linear_exact: a product whose rows have the same bits alone and in any company, as in an exact pass of a stack.
 #pragma once
 
-#include <omp.h>
-
-#include <optional>
-
 #include "linear/linear.h"
 #include "linear/thread_products.h"
 
@@ -40,18 +36,9 @@ at::Tensor linear_exact(const at::Tensor& x, const at::Tensor& weight, const Opt
   thread_local SharedRows many_rows;
   SharedRows& shared = many_rows;  // the calling thread's, for all
   shared.is_exact = true;
-  const bool is_small = m.rows * m.columns * input.in.batch < WEIGHTS_PER_THREAD;
-  const int threads = at::in_parallel_region() || is_small ? 1 : at::get_num_threads();
-  std::optional<Barrier> barrier;
-  ThreadErrors errors;
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp single
-    barrier.emplace(omp_get_num_threads());  // perhaps fewer than were asked for
-    errors.run([&] { ExactLinear(input.in.batch, shared, *barrier, omp_get_thread_num(), omp_get_num_threads()).run(m, input.in.x, y); },
-               [&] { barrier->abandon(); });
-  }
-  errors.rethrow();
+  run_threads(m.rows * m.columns * input.in.batch, [&](Barrier& barrier, int number, int count) {
+    ExactLinear(input.in.batch, shared, barrier, number, count).run(m, input.in.x, y);
+  });
   return out;
 }
 

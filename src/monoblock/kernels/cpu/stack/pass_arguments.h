@@ -28,9 +28,15 @@ struct Pass {
   std::vector<int64_t> rotary_pairs, bias_columns;
 
   int64_t tokens() const { return int64_t(rows.size()); }
+
+  // Whether all keys that two tokens see lie in the same pages: tokens of one row, or of beams with one source.
+  bool have_one_table(const SeenKeys& seen, int64_t a, int64_t b) const {
+    const int32_t *first = seen.tables + rows[a] * seen.table_step, *second = seen.tables + rows[b] * seen.table_step;
+    return first == second || std::equal(first, first + pages::count_pages(std::max(seen.end[a], seen.end[b])), second);
+  }
 };
 
-// Part of the attention of one block: some tokens of one row, and some of the parts of its keys.
+// Part of the attention of one block: some tokens that see one row of keys, and some of the parts of these.
 struct AttentionItem {
   int64_t token, tokens, part, parts;
 };
@@ -51,7 +57,7 @@ struct AttentionWork {
   }
 };
 
-constexpr int64_t TOKENS_TOGETHER = 16;  // of one row that attend one after the other while a part is in the cache
+constexpr int64_t TOKENS_TOGETHER = 16;  // that attend to one row of keys while a part of it is in the cache
 
 inline int64_t first_key(int64_t end, int64_t window) { return window ? std::max<int64_t>(0, end - window) : 0; }
 
@@ -62,9 +68,10 @@ inline AttentionWork share_attention(const Pass& pass, const SeenKeys& seen, int
   std::vector<AttentionItem> blocks;
   bool has_parts = false;
   for (int64_t n = 0, size; n < pass.tokens(); n += size) {
-    for (size = 1; size < TOKENS_TOGETHER && n + size < pass.tokens() && pass.rows[n + size] == pass.rows[n];) ++size;
-    const int64_t first = first_key(seen.end[n], window) / PART;
-    const int64_t end = (seen.end[n + size - 1] + PART - 1) / PART;
+    const int64_t limit = std::min(TOKENS_TOGETHER, pass.tokens() - n);
+    for (size = 1; size < limit && pass.have_one_table(seen, n, n + size);) ++size;
+    const auto [least, most] = std::minmax_element(&seen.end[n], &seen.end[n] + size);
+    const int64_t first = first_key(*least, window) / PART, end = (*most + PART - 1) / PART;
     blocks.push_back({n, size, first, std::max<int64_t>(0, end - first)});
     has_parts = has_parts || end - first > 1;
   }

@@ -2,13 +2,8 @@
 // the pages of their rows.
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros_like.h>
-
-#include <omp.h>
-
-#include <optional>
 
 #include "stack/pass_thread.h"
 
@@ -131,30 +126,18 @@ PassScratch allocate_scratch(const Pass& pass, int64_t threads, Vectors<CacheLin
   return s;
 }
 
-at::Tensor run_threads(const Pass& pass, const at::Tensor& x) {
+at::Tensor run_pass(const Pass& pass, const at::Tensor& x) {
   const at::Tensor input = x.contiguous(), out = at::zeros_like(input);
   thread_local Vectors<CacheLine> memory;
   thread_local SharedRows many_rows;
-  const int64_t weights = pass.stack.width * pass.stack.max_hidden * pass.tokens();
-  const int threads = at::in_parallel_region() || weights < WEIGHTS_PER_THREAD ? 1 : at::get_num_threads();
+  const int64_t products = pass.stack.width * pass.stack.max_hidden * pass.tokens();
   many_rows.is_exact = pass.is_exact;
-  PassScratch scratch = allocate_scratch(pass, threads, memory);
+  PassScratch scratch = allocate_scratch(pass, count_threads(products), memory);
   SharedRows& shared = many_rows;  // the calling thread's, for all
-  std::optional<Barrier> barrier;
-  ThreadErrors errors;
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp single
-    barrier.emplace(omp_get_num_threads());  // perhaps fewer than were asked for
-    const int number = omp_get_thread_num(), count = omp_get_num_threads();
-    errors.run(
-        [&] {
-          PassThread(pass, scratch, shared, *barrier, number, count)
-              .run(input.const_data_ptr<float>(), static_cast<float*>(out.data_ptr()), x.size(1));
-        },
-        [&] { barrier->abandon(); });
-  }
-  errors.rethrow();
+  run_threads(products, [&](Barrier& barrier, int number, int count) {
+    PassThread(pass, scratch, shared, barrier, number, count)
+        .run(input.const_data_ptr<float>(), static_cast<float*>(out.data_ptr()), x.size(1));
+  });
   return out;
 }
 
@@ -200,7 +183,7 @@ at::Tensor run_stack(const c10::intrusive_ptr<NativeStack>& stack, const at::Ten
       if (l.cross_heads) check_source(l, source_values[number], number), ++number;
   }
   set_position_tables(pass, rotary_cos, rotary_sin, position_biases);
-  return pass.tokens() ? run_threads(pass, x) : at::zeros_like(x);
+  return pass.tokens() ? run_pass(pass, x) : at::zeros_like(x);
 }
 
 }  // namespace

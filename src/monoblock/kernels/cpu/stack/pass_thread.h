@@ -222,24 +222,22 @@ class PassThread : public ThreadProducts {
       const int64_t g = unit % work.groups, first_head = g * together;
       for (int64_t n = item.token; n < item.token + item.tokens; ++n)
         for (int64_t h = first_head; h < first_head + together; ++h) sum_at(n, h, item.part) = {};
-      for (int64_t part = item.part; part < item.part + item.parts; ++part)
+      for (int64_t part = item.part; part < item.part + item.parts; ++part) {
+        attention.queries.clear();
         for (int64_t n = item.token; n < item.token + item.tokens; ++n) {
           const int64_t first = std::max(first_key(seen.end[n], window), part * pages::PART);
           const int64_t end = std::min(seen.end[n], (part + 1) * pages::PART);
-          if (first >= end) continue;
-          const pages::Keys keys{pools, table(seen, n), g, first, end};
-          const auto options = [&](int64_t h) {
-            pages::Scores scores{scale, layer ? layer->softcap : 0, nullptr, seen.end[n] - 1};
+          for (int64_t h = first_head; first < end && h < first_head + together; ++h) {
+            const float* bias = nullptr;
             if (layer && layer->bias_table >= 0)
-              scores.bias = pass.biases[layer->bias_table] + (first_head + h) * pass.bias_columns[layer->bias_table];
-            return scores;
-          };
-          pages::attend(keys, to.queries + n * to.query_step + first_head * pools.key_size, pools.key_size, together,
-                        attention, options, [&](int64_t h, const pages::Attended& next, const float* values) {
-                          pages::add_part(sum_at(n, first_head + h, part), values_at(n, first_head + h, part), next,
-                                          values, V);
-                        });
+              bias = pass.biases[layer->bias_table] + h * pass.bias_columns[layer->bias_table];
+            attention.queries.push_back({to.queries + n * to.query_step + h * pools.key_size, first, end, scale,
+                                         layer ? layer->softcap : 0, bias, seen.end[n] - 1, &sum_at(n, h, part),
+                                         values_at(n, h, part)});
+          }
         }
+        pages::attend({pools, table(seen, item.token), g}, attention);
+      }
       if (work.is_split) continue;
       for (int64_t n = item.token; n < item.token + item.tokens; ++n)
         for (int64_t h = first_head; h < first_head + together; ++h) finish(n, h, sum_at(n, h, 0), values_at(n, h, 0));
