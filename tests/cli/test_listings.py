@@ -12,7 +12,7 @@ from monoblock.cli._reference.config_page import CLASSES
 from monoblock.cli._reference.write import PAGES, RESULT_PAGES, find_stale_pages, main
 from monoblock.cli._shared import output
 from monoblock.cli.main import VERBS, run
-from monoblock.config import inputs, model, parts, positions, stack
+from monoblock.config import inputs, model, parts, positions
 from monoblock.config.families import bart, llama, vit
 from monoblock.config.field_description import REQUIRED, describe_fields, field_comments
 from monoblock.config.knob_options import KNOB_PAPERS
@@ -77,7 +77,7 @@ def test_every_field_of_a_configuration_has_a_meaning():
 def test_the_page_lists_every_configuration_class():
     defined = {
         cls
-        for module in (model, inputs, parts, positions, stack)
+        for module in (model, inputs, parts, positions)
         for cls in vars(module).values()
         if isinstance(cls, type) and dataclasses.is_dataclass(cls)
     }
