@@ -2,8 +2,7 @@
 
 A line records the name of the run, its seed and overrides, the machine and the metrics. A run that has a line is not
 repeated, so a table may combine runs from several days and processes, and can be written again anywhere. Accuracies
-are fractions from 0 to 1 in a line ("scale": "fraction"), and percentages in a table; in lines without "scale", which
-are older, they are percentages, and are divided by 100 when they are read.
+are fractions from 0 to 1 in a line, and percentages in a table.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from monoblock.training import metrics_file
 Metrics = dict[str, Any]
 CARD_FILE = "README.md"  # the last file that a run writes
 FRACTIONS = ("accuracy", "test accuracy", "validation", "top_k", "attested")
-OLD_NAMES = {"accuracy %": "accuracy", "macro F1 %": "macro F1"}  # of columns, in lines without "scale"
 
 
 def add_arguments(parser: argparse.ArgumentParser, runs: Sequence[str], default: Sequence[str] | None = None) -> None:
@@ -77,7 +75,7 @@ def collect_rows(name: str, args: argparse.Namespace, run: Callable[[int], Metri
         key = {"run": name, "seed": seed, "changes": " ".join([*args.more, *overrides]), "measured": split_name(args)}
         known = [row for row in _read_rows(args.rows) if all(row[field] == value for field, value in key.items())]
         if not known:
-            known = [key | {"machine": machine_name(), "note": args.note, "scale": "fraction"} | run(seed)]
+            known = [key | {"machine": machine_name(), "note": args.note} | run(seed)]
             _append_row(args.rows, known[0])
             print(json.dumps(known[0], ensure_ascii=False), flush=True)
         rows.append(known[-1])
@@ -114,14 +112,7 @@ def _stored_rows(name: str, args: argparse.Namespace) -> list[Metrics]:
 def _read_rows(path: Path | None) -> list[Metrics]:
     if path is None or not path.is_file():
         return []
-    rows = [{"measured": "test"} | json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [row if "scale" in row else _upgrade_row(row) for row in rows]
-
-
-def _upgrade_row(row: Metrics) -> Metrics:
-    """Return a row whose accuracies are percentages in the present form, with fractions."""
-    row = {OLD_NAMES.get(name, name): value for name, value in row.items()}
-    return row | {name: row[name] / 100 for name in FRACTIONS if row.get(name) is not None} | {"scale": "fraction"}
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _append_row(path: Path | None, row: Metrics) -> None:

@@ -76,7 +76,9 @@ def train(
             "wall_seconds": end - prepared,
             "preparing_seconds": prepared - start,
         }
-        if recipe.train.objective == "causal" and "test" in getattr(CORPORA.get(recipe.data.corpus), "split_names", {}):
+        if recipe.train.objective == "causal_lm" and "test" in getattr(
+            CORPORA.get(recipe.data.corpus), "split_names", {}
+        ):
             result["test"] = test_perplexity(run, recipe, data)
     return result
 
@@ -92,7 +94,7 @@ def limit_by_time(run: Run, end: float) -> None:
             return section.lr * (step + 1) / (section.warmup + 1)
         passed = (time.perf_counter() - warmup_end[0]) / max(1e-9, end - warmup_end[0])
         scaled_step = round(1000 * min(1.0, passed))
-        return learning_rate(section.schedule, scaled_step, peak=section.lr, steps=1000, floor=section.floor)
+        return learning_rate(section.schedule, scaled_step, peak=section.lr, steps=1000, floor=section.min_lr_ratio)
 
     def stop() -> bool:
         if time.perf_counter() >= end:  # the current step is the last one

@@ -25,7 +25,7 @@ KINDS = [  # (kind, marker)
     ("unigram", None),
 ]
 LOSSLESS = [("byte", None), ("bpe", None)]
-OBJECTIVES = ["causal", "masked", "spans"]
+OBJECTIVES = ["causal_lm", "masked_lm", "span_corruption"]
 SCALARS = st.text(st.characters(exclude_categories=["Cs"]))
 FEW_LETTERS = st.text(st.sampled_from("aehtnd नम्ते.,!⁇▁@#<>/w </s>\n\t x12३你Äß́'"))
 

@@ -171,7 +171,7 @@ READERS: dict[str, Callable[[Path], None]] = {
     "data": read_data,
     "data folder": read_data_folder,
     "picture": read_picture,
-    "recipe": lambda folder: read_recipe(folder / "recipe.toml", warn=False) and None,
+    "recipe": lambda folder: read_recipe(folder / "recipe.toml") and None,
     "checkpoint": read_checkpoint,
     "pickle": read_pickle,
     "gguf": lambda folder: read_weights(folder / "model.gguf"),
@@ -211,7 +211,7 @@ def write_seeds(root: Path, variant: int) -> list[Seed]:
     (add("recipe", "recipe.toml", "recipe") / "recipe.toml").write_text(RECIPE)
     folder = add("checkpoint", "step-5/state.json step-5/model.safetensors step-5/manifest.json latest", "checkpoint")
     guard = dict.fromkeys(("mean", "good", "bad_in_a_row", "good_in_a_row", "gone_back"), 1)
-    metadata = {"tokens": 100, "parts": 1, "guard": guard, "best": {"step": 5, "loss": 1.5}, "sound": 5}
+    metadata = {"tokens": 100, "parts": 1, "guard": guard, "best": {"step": 5, "loss": 1.5}, "last_good": 5}
     metadata |= {"identity": {}, "circumstances": {}, "scaler": {}}
     checkpoint.save(folder, checkpoint.Checkpoint(5, {"model": {"w": torch.randn(3, 4)}}, metadata))
     folder = add("pickle", "model.pt", "pickle", True)

@@ -40,7 +40,7 @@ def test_random_numbers_are_those_of_the_paper(purpose):
 
 
 def test_the_order_never_changes():
-    """An old checkpoint must resume with the samples it would have seen."""
+    """A stored checkpoint must resume with the samples it would have seen."""
     assert permutation(1, 0, 11).tolist() == [3, 5, 2, 9, 7, 10, 0, 8, 6, 1, 4]
 
 

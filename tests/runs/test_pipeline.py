@@ -280,9 +280,9 @@ def test_a_run_writes_the_defaults_of_its_objective(parent, causal_pipe, seq2seq
 
 
 def test_a_run_folder_without_do_sample_still_samples(parent, causal_pipe, tmp_path):
-    shutil.copytree(parent / "causal", tmp_path / "old")
-    model_folders.edit_json(tmp_path / "old", "generation_config.json", lambda data: data.pop("do_sample"))
-    assert mb.load(tmp_path / "old").resolve_settings({}).temperature == 0.8
+    shutil.copytree(parent / "causal", tmp_path / "run")
+    model_folders.edit_json(tmp_path / "run", "generation_config.json", lambda data: data.pop("do_sample"))
+    assert mb.load(tmp_path / "run").resolve_settings({}).temperature == 0.8
 
 
 # -- inputs and options of users --------------------------------------------------------------------------------------

@@ -137,8 +137,8 @@ def test_text_that_spells_a_special_token_is_plain_text_unless_allowed(kind, mar
 
 def test_special_tokens_are_chosen_by_objective():
     masked, spans = (
-        get_tokenizer("wordpiece", None, specials="masked"),
-        get_tokenizer("unigram", None, specials="spans"),
+        get_tokenizer("wordpiece", None, specials="masked_lm"),
+        get_tokenizer("unigram", None, specials="span_corruption"),
     )
     assert (masked.bos_id, masked.eos_id) == (None, None)
     assert masked.encode("the", add_specials=True) == [masked.cls_id, *masked.encode("the"), masked.sep_id]

@@ -58,7 +58,7 @@ def test_training_does_not_depend_on_the_order_of_texts():
 def test_a_saved_tokenizer_loads_as_the_same(kind, marker, tmp_path):
     from tokenizers import Tokenizer
 
-    tokenizer = get_tokenizer(kind, marker, specials="spans")
+    tokenizer = get_tokenizer(kind, marker, specials="span_corruption")
     tokenizer.save_pretrained(tmp_path)
     loaded = mb.Tokenizer.from_pretrained(tmp_path)
     assert loaded.fingerprint == tokenizer.fingerprint
@@ -85,7 +85,7 @@ def test_a_tokenizer_can_be_pickled():
 
 def test_fingerprints_distinguish_tokenizers():
     assert len({get_tokenizer(kind, marker).fingerprint for kind, marker in KINDS}) == len(KINDS)
-    assert get_tokenizer("bpe", None).fingerprint != get_tokenizer("bpe", None, specials="masked").fingerprint
+    assert get_tokenizer("bpe", None).fingerprint != get_tokenizer("bpe", None, specials="masked_lm").fingerprint
 
 
 def test_sampling_leaves_no_dropout_in_the_file():

@@ -161,7 +161,7 @@ def _describe_run(folder: Path) -> Record:
 
     recipe, lines = None, []
     with suppress(MonoblockError), reading(folder):
-        recipe = read_recipe(recipe_path(folder), warn=False)
+        recipe = read_recipe(recipe_path(folder))
     with suppress(MonoblockError), reading(folder):
         lines = metrics_file.read_metrics(folder)
     validations = [line for line in lines if math.isfinite(line.get("val_loss", math.nan))]

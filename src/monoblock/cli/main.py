@@ -149,7 +149,7 @@ def _print_error(line: str, code: int) -> int:
 
 
 def _print_warning(message: Warning | str, category: type[Warning], *place: object, **more: object) -> None:
-    """Print a warning as one line; that of a renamed recipe key does not concern the code it was raised in."""
+    """Print a warning as one line, without the code it was raised in."""
     echo(f"warning: {' '.join(str(message).split())}", err=True)
 
 

@@ -141,11 +141,11 @@ def command(ctx: click.Context) -> None:
 def train(data: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
     if Path(out).exists() and not force:
         raise ConfigError(f"{out} already exists; give another folder with --out, or overwrite it with --force")
-    from monoblock.tokenizers.special_tokens import OLD_OBJECTIVES, ROLES_BY_OBJECTIVE
+    from monoblock.tokenizers.special_tokens import ROLES_BY_OBJECTIVE
     from monoblock.tokenizers.tokenizer import Tokenizer
 
     specials = options["specials"]
-    is_objective = specials in {**ROLES_BY_OBJECTIVE, **OLD_OBJECTIVES}
+    is_objective = specials in ROLES_BY_OBJECTIVE
     tokenizer = Tokenizer.train(
         options["kind"],
         read_blocks(data),

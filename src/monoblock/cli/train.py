@@ -148,7 +148,7 @@ def _list_unchanged(recipe: str, overrides: tuple[str, ...], resolved: Recipe) -
     notes = []
     for index, word in enumerate(overrides):
         try:
-            without = read_recipe(recipe, overrides[:index] + overrides[index + 1 :], warn=False)
+            without = read_recipe(recipe, overrides[:index] + overrides[index + 1 :])
         except ConfigError:  # the other overrides need this one
             continue
         if without == resolved:

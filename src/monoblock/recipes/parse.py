@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import tomllib
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
@@ -19,7 +18,6 @@ from typing import Any
 from monoblock import untrusted_files
 from monoblock.config.schema import FieldError, from_dict
 from monoblock.errors import ConfigError, FileError, did_you_mean
-from monoblock.recipes.old_keys import rename_old_keys, select_task, set_key, translate_key
 from monoblock.recipes.schema import Recipe, TaskKeys
 
 RECIPE_FILE = "recipe.toml"  # in the folder of a run
@@ -39,28 +37,30 @@ def parse_recipe(
     overrides: Iterable[str] | Mapping[str, Any] = (),
     *,
     tasks: Sequence[TaskKeys],
-    warn: bool = True,
 ) -> Recipe:
     """Build a recipe from the tables of a TOML file and overrides, `section.key=value` or {"section.key": value}.
 
     tasks: the known tasks, whose sections a recipe may have.
-    warn: whether to warn about keys of earlier versions.
     """
     sections = (*SECTIONS, *(task.name for task in tasks if task.section is not None))
     data, changes = copy.deepcopy(data), _parse_overrides(overrides, sections)
-    preview = copy.deepcopy(data)
-    for key, value in changes:
-        set_key(preview, key, value)
-    task = select_task(preview, tasks)
-    messages = rename_old_keys(data, task, tasks)
     for key, value in sorted(changes, key=lambda change: change[0] != "model.folder"):
-        new = translate_key(key, value, task, tasks)
-        if new is not None:
-            _apply_override(data, new, task.name if key == "train.objective" else value)
-            messages += [f"{key} is now called {new}"] if new != key else []
-    for message in messages if warn else ():
-        warnings.warn(message, FutureWarning, stacklevel=3)
-    return _build_recipe(data, task, tasks)
+        _apply_override(data, key, value)
+    return _build_recipe(data, _select_task(data, tasks), tasks)
+
+
+def _select_task(data: Mapping[str, Any], tasks: Sequence[TaskKeys]) -> TaskKeys:
+    """Return the task that train.objective names in the tables of a recipe; raise ConfigError if there is none."""
+    section = data.get("train")
+    name = section.get("objective", "causal_lm") if isinstance(section, Mapping) else "causal_lm"
+    found = next((task for task in tasks if name == task.name), None)
+    if found is None:
+        names = [task.name for task in tasks]
+        raise ConfigError(
+            f"train.objective={name!r} is not one of {', '.join(names)}{did_you_mean(str(name), names)}; "
+            "a task of your own is given in Python, as task=…"
+        )
+    return found
 
 
 def _build_recipe(data: dict[str, Any], task: TaskKeys, tasks: Sequence[TaskKeys]) -> Recipe:
@@ -163,7 +163,10 @@ def _apply_override(data: dict[str, Any], key: str, value: Any) -> None:
         data["model"] = {name: size for name, size in data.get("model", {}).items() if name in REGULARIZATION_KEYS}
     if key == "train.steps":
         data.get("train", {}).pop("epochs", None)  # epochs in the file would override the steps
-    set_key(data, key, value)
+    *path, last = key.split(".")
+    for name in path:
+        data = data.setdefault(name, {})
+    data[last] = value
 
 
 def parse_value(text: str) -> Any:

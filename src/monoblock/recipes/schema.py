@@ -63,14 +63,6 @@ class TaskKeys(Protocol):
     def supports_unpadded(self) -> bool:
         """Whether data.padding="none" can be used."""
 
-    @property
-    def old_names(self) -> tuple[str, ...]:
-        """Former values of train.objective that select this task."""
-
-    @property
-    def old_keys(self) -> Mapping[str, str]:
-        """Keys of older recipes, such as "data.stride", with their present names in the task's section: "stride"."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:

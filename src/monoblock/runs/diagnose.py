@@ -18,11 +18,11 @@ from monoblock.doctor.table import CHECKS
 from monoblock.errors import FileError, InputError, MonoblockError
 from monoblock.interop.hub import resolve_model_path
 from monoblock.nn.transformer import Transformer
-from monoblock.recipes.parse import RECIPE_FILE
+from monoblock.recipes.parse import RECIPE_FILE, recipe_path
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.generation_config import DECODER_START_KEY, read_written_options
 from monoblock.runs.load import load_folder
-from monoblock.runs.recipe import read_stored_recipe
+from monoblock.runs.recipe import read_recipe
 from monoblock.runs.run import Run
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tokenizers.tokenizer import Tokenizer
@@ -173,7 +173,7 @@ def _read_generation(folder: Path, model: Any, tokenizer: Tokenizer | None) -> d
 
 def read_history(folder: Path, loaded: LoadedModel) -> TrainingHistory:
     """Read the settings and the metrics of a run."""
-    rows, recipe = read_metrics(folder), read_stored_recipe(folder)
+    rows, recipe = read_metrics(folder), read_recipe(recipe_path(folder))
     config = loaded.model.config
     vocab = getattr(config, "vocab", None) or loaded.tokenizer.vocab_size if loaded.tokenizer is not None else None
     head = getattr(config, "head", None)

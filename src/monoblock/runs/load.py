@@ -18,10 +18,10 @@ from monoblock.interop.hub import resolve_model_path
 from monoblock.interop.labels import read_labels
 from monoblock.interop.tokenizer_folder import load_tokenizer
 from monoblock.nn.transformer import Transformer
-from monoblock.recipes.parse import RECIPE_FILE
+from monoblock.recipes.parse import RECIPE_FILE, recipe_path
 from monoblock.runs.generation_config import read_generation_defaults
 from monoblock.runs.pipeline import Pipeline
-from monoblock.runs.recipe import read_stored_recipe
+from monoblock.runs.recipe import read_recipe
 from monoblock.tasks.image_inputs import read_image_preprocessing
 from monoblock.tasks.loaded_model import GenerationDefaults, LoadedModel
 from monoblock.tasks.task import Task
@@ -106,7 +106,7 @@ def load_folder(
         defaults = GenerationDefaults(from_recipe=has_file(folder, RECIPE_FILE))
     else:
         defaults = read_generation_defaults(folder, tokenizer)
-    recipe = read_stored_recipe(folder, task=task) if defaults.from_recipe else None
+    recipe = read_recipe(recipe_path(folder), task=task) if defaults.from_recipe else None
     return LoadedModel(
         model.eval(),
         cast(Tokenizer, tokenizer),  # None for images, and for a run on batches without one

@@ -17,12 +17,13 @@ from monoblock.parallel.build_strategy import build_strategy
 from monoblock.parallel.strategy import Strategy
 from monoblock.parallel.world import SINGLE_PROCESS, World
 from monoblock.recipes.parallel_checks import check_parallel
+from monoblock.recipes.parse import recipe_path
 from monoblock.recipes.schema import Recipe, TrainSection
 from monoblock.runs.build_data import build_task_data, draft_config
 from monoblock.runs.build_trainer import build_trainer
 from monoblock.runs.custom_parts import NO_CUSTOM_PARTS, CustomParts, build_custom_data
-from monoblock.runs.identity import old_run_identity, run_identity
-from monoblock.runs.recipe import build_model_config, read_stored_recipe, task_of_recipe, with_former_defaults
+from monoblock.runs.identity import run_identity
+from monoblock.runs.recipe import build_model_config, read_recipe, task_of_recipe
 from monoblock.runs.run import Run
 from monoblock.runs.run_folder import CHECKPOINTS_FOLDER, check_run_folder, write_initial_files
 from monoblock.runs.trainable import prepare_trainable, resolve_steps
@@ -61,7 +62,6 @@ def prepare_run(
         if world.is_main:
             check_run_folder(folder, resume)
         resume = resume and bool(list_steps(folder / CHECKPOINTS_FOLDER))  # else the run starts again, with its data
-        recipe = with_former_defaults(recipe, folder, parts.task) if resume else recipe
         plan = _plan_run(recipe, folder, parts, data, resume, world)
         check_parallel(plan.recipe, world.size, has_own_loss=plan.task.loss is not None)
         initial = _build_model(plan, parts)
@@ -72,7 +72,7 @@ def prepare_run(
             write_initial_files(folder, plan.recipe, plan.task, plan.config, plan.task_data, plan.start)
     run = _build_run(plan, initial, folder, parts, stop, tensorboard, strategy, runtime)
     if resume:
-        run.stored_recipe = read_stored_recipe(folder, task=plan.task)
+        run.stored_recipe = read_recipe(recipe_path(folder), task=plan.task)
     return run
 
 
@@ -155,7 +155,6 @@ def _build_run(
     optimizer = None if parts.optimizer is None else parts.build_optimizer
     trainer = build_trainer(recipe, folder, task, task_data, model, config, runtime, stop, strategy, optimizer)
     trainer.identity = run_identity(original, task, config, task_data, start)
-    trainer.old_identity = old_run_identity(original, task, config, task_data, start)
     run = Run(
         recipe,
         folder,

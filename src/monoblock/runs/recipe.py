@@ -9,9 +9,7 @@ from typing import Any
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError
 from monoblock.recipes import model_config, parse
-from monoblock.recipes.old_keys import set_former_defaults
 from monoblock.recipes.schema import Recipe
-from monoblock.tasks.running_text import trains_on_running_text
 from monoblock.tasks.table import TASKS
 from monoblock.tasks.task import Task
 from monoblock.untrusted_files import reading
@@ -24,15 +22,13 @@ def read_recipe(
     overrides: Overrides = (),
     *,
     task: Task | None = None,
-    warn: bool = True,
 ) -> Recipe:
     """Read a recipe of the package by its name, or a TOML file by its path, and apply overrides `section.key=value`.
 
     task: a task of your own, which the recipe selects by its name in train.objective.
-    warn: whether to warn about keys of earlier versions.
     """
     with reading(name_or_path):
-        return parse_recipe(parse.read_toml(str(name_or_path)), overrides, task=task, warn=warn)
+        return parse_recipe(parse.read_toml(str(name_or_path)), overrides, task=task)
 
 
 def parse_recipe(
@@ -40,29 +36,9 @@ def parse_recipe(
     overrides: Overrides = (),
     *,
     task: Task | None = None,
-    warn: bool = True,
 ) -> Recipe:
     """Build a recipe from the nested dicts of its sections; the other arguments are those of `read_recipe`."""
-    return parse.parse_recipe(data, overrides, tasks=known_tasks(task), warn=warn)
-
-
-def read_stored_recipe(folder: Path, *, task: Task | None = None) -> Recipe:
-    """Read the recipe of a run folder, as the version that wrote it meant it."""
-    tables = parse.read_toml(str(parse.recipe_path(folder)))
-    set_former_defaults(tables, tables)
-    return parse_recipe(tables, task=task, warn=False)
-
-
-def with_former_defaults(recipe: Recipe, folder: Path, task: Task | None = None) -> Recipe:
-    """Return a recipe with the defaults of the version that began the run in `folder`, so that it can be resumed.
-
-    Versions without tokenizer.alpha did not sample segmentations of running text, whatever tokenizer.dropout was.
-    """
-    tables, stored = recipe.to_tables(), parse.read_toml(str(parse.recipe_path(folder)))
-    set_former_defaults(tables, stored)
-    if "split" not in stored.get("data", {}) and trains_on_running_text(recipe.train.objective, recipe.data.packing):
-        tables["tokenizer"]["dropout"] = 0.0
-    return parse_recipe(tables, task=task)
+    return parse.parse_recipe(data, overrides, tasks=known_tasks(task))
 
 
 def known_tasks(task: Task | None = None) -> tuple[Task, ...]:

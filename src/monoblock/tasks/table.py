@@ -36,10 +36,9 @@ TASKS: tuple[Task, ...] = (
 
 
 def find_task(name: str, tasks: Iterable[Task] = TASKS) -> Task:
-    """Return the task with this name or former name; raise ConfigError if there is none."""
+    """Return the task with this name; raise ConfigError if there is none."""
     tasks = list(tasks)
     found = next((task for task in tasks if name == task.name), None)
-    found = found or next((task for task in tasks if name in task.old_names), None)
     if found is None:
         names = [task.name for task in tasks]
         raise ConfigError(f"the objective {name!r} is not one of {', '.join(names)}{did_you_mean(name, names)}")

@@ -6,8 +6,8 @@ Each folder of tasks/ has a task.py with one `Task`; tasks/table.py lists them. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -88,7 +88,6 @@ class Task:
     supports_unpadded: whether data.padding="none" can be used, with inputs and labels that `remove_padding` knows.
     supports_subword_sampling: whether tokenizer.dropout and tokenizer.alpha can be used (`TaskInputs.sampler`).
     defaults: the default hyperparameters of `monoblock finetune`.
-    old_names, old_keys: the names that the task and its recipe keys had in earlier versions, which are still accepted.
     """
 
     name: str
@@ -114,5 +113,3 @@ class Task:
     supports_unpadded: bool = False
     supports_subword_sampling: bool = False
     defaults: TrainingDefaults = DEFAULT_TRAINING
-    old_names: tuple[str, ...] = ()
-    old_keys: Mapping[str, str] = field(default_factory=dict)

@@ -34,7 +34,6 @@ ROLES_BY_OBJECTIVE = {
     "span_corruption": ("pad", "eos", "sentinels"),
     "none": (),
 }
-OLD_OBJECTIVES = {"causal": "causal_lm", "masked": "masked_lm", "spans": "span_corruption"}  # names of version 0.1
 
 SENTINEL_FORMAT = "<extra_id_{}>"  # T5's spelling (Raffel et al. 2020)
 DEFAULT_SENTINELS = 100  # as in T5
@@ -53,7 +52,6 @@ def resolve_special_tokens(specials: str | Sequence[str]) -> list[str]:
     Items of a list are roles such as "pad", a number of sentinels such as "sentinels=20", and tags such as "<2hi>".
     """
     if isinstance(specials, str):
-        specials = OLD_OBJECTIVES.get(specials, specials)
         if specials not in ROLES_BY_OBJECTIVE:
             listed = ", ".join(ROLES_BY_OBJECTIVE)
             raise ConfigError(

@@ -29,9 +29,6 @@ MAX_COUNT = 2**63
 MT19937_WORDS = 624  # of the state of the generators of Python and NumPy
 RNG_NAME = re.compile(r"random(-\d{1,6})?", re.ASCII)
 Spec = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a tensor
-OLD_IDENTITY_KEY = "training recipe"  # only identities of version 0.1 have it
-# Keys that identities of earlier versions lack; a run that was begun by one is resumed with their former defaults.
-LATER_KEYS = ("data.split", "data.padding", "tokenizer.dropout", "tokenizer.alpha")
 
 
 def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:
@@ -278,13 +275,13 @@ def check_metadata(metadata: Mapping[str, Any], scaler: Mapping[str, Any]) -> No
     missing = [name for name, table in tables.items() if not isinstance(table, dict)]
     best, guard, saved_scaler = (tables[name] or {} for name in ("best", "guard", "scaler"))
     if not missing:
-        missing += ["sound"] * ("sound" not in metadata) + ["best"] * (best.keys() != {"step", "loss"})
+        missing += ["last_good"] * ("last_good" not in metadata) + ["best"] * (best.keys() != {"step", "loss"})
         missing += ["scaler"] * (bool(saved_scaler and scaler) and saved_scaler.keys() != scaler.keys())
     if missing:
         raise FileError(f"the {checkpoint.METADATA_FILE} of the checkpoint has no valid {missing[0]!r}; {ADVICE}")
     counts = {"tokens": metadata.get("tokens"), "parts": metadata.get("parts")}
     counts |= {f"guard.{name}": guard.get(name) for name in STATE_FIELDS if name != "mean"}
-    optional = {"sound": metadata.get("sound"), "best.step": best.get("step")}
+    optional = {"last_good": metadata.get("last_good"), "best.step": best.get("step")}
     counts |= {name: value for name, value in optional.items() if value is not None}
     loss = 0.0 if best.get("loss") is None else best["loss"]
     wrong = [name for name, value in counts.items() if not (type(value) is int and 0 <= value < MAX_COUNT)]
@@ -314,15 +311,8 @@ def last_good_step(folder: Path) -> int | None:
     return None
 
 
-def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], old: Mapping[str, Any]) -> None:
-    """Raise FileError, naming the first difference, unless a resumed run has the identity it was started with.
-
-    saved: the identity in the checkpoint.
-    current, old: the identity of the resumed run, as this version and as version 0.1 writes it.
-    """
-    if OLD_IDENTITY_KEY in saved:
-        current = old
-    current = {key: value for key, value in current.items() if key in saved or key not in LATER_KEYS}
+def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise FileError, naming the first difference, unless a resumed run has the identity it was started with."""
     for key in {**saved, **current}:
         if saved.get(key) != current.get(key):
             values = f" ({saved.get(key)!r}, and now {current.get(key)!r})" if "." in key and " " not in key else ""

@@ -59,7 +59,6 @@ class Trainer:
     runtime: RuntimeConfig
     folder: Path
     identity: dict[str, Any] = field(default_factory=dict)
-    old_identity: dict[str, Any] = field(default_factory=dict)  # as monoblock 0.1 stored it
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None
     sample: Callable[[nn.Module], str] | None = None
     guard: UpdateGuard = field(default_factory=UpdateGuard)
@@ -268,7 +267,7 @@ class Trainer:
             "guard": self.guard.state_dict(),
             "scaler": self.scaler.state_dict(),
             "best": self.best,
-            "sound": self.last_good_step,
+            "last_good": self.last_good_step,
             "identity": self.identity,
             "circumstances": resume_state.environment(self.runtime.device, self.runtime.compiled, self.world.size),
         }
@@ -290,7 +289,7 @@ class Trainer:
         path = self.folder / f"step-{step}"
         with reading(path):
             identity = checkpoint.load_metadata(path)["identity"]
-            resume_state.check_same_run(identity, self.identity, self.old_identity)
+            resume_state.check_same_run(identity, self.identity)
             if step > self.args.steps:
                 raise ConfigError(
                     f"train.steps={self.args.steps}, but the run in {self.folder.parent} has already done {step} "
@@ -309,7 +308,7 @@ class Trainer:
         state = target.load(path, whole=not self.strategy.is_sharded)
         metadata = state.metadata
         self.step, self.tokens, self.num_micro_batches = state.step, metadata["tokens"], metadata["parts"]
-        self.best, self.last_good_step = metadata["best"], metadata["sound"]
+        self.best, self.last_good_step = metadata["best"], metadata["last_good"]
         self.guard.load_state_dict(metadata["guard"])
         self.updater.discard()
         if self.scaler.is_enabled() and metadata["scaler"]:

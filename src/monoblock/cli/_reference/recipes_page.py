@@ -9,7 +9,6 @@ from monoblock.cli._shared.value_text import format_toml
 from monoblock.cli.ls import LISTINGS
 from monoblock.config.field_description import FieldDescription, list_choices, type_words
 from monoblock.recipes.key_table import SectionDescription, list_sections
-from monoblock.recipes.old_keys import RENAMED_KEYS
 from monoblock.tasks.table import TASKS
 
 INTRODUCTION = """# Recipes
@@ -57,9 +56,6 @@ def build_recipes_page() -> str:
         "A section with the name of the task holds the keys that only this task has; a recipe may have it only with "
         f"this `train.objective`. These tasks have no keys of their own: {without}.",
         *own,
-        "## Former names",
-        "These names of earlier versions are still accepted, with a warning.",
-        _former_names_table(),
     )
 
 
@@ -116,11 +112,3 @@ def _task_table() -> str:
 
 def _list_text(names: Iterable[str]) -> str:
     return ", ".join(names)
-
-
-def _former_names_table() -> str:
-    renamed = [(old, new) for old, new in RENAMED_KEYS.items()]
-    for task in TASKS:
-        renamed += [(f"train.objective = {old}", f"train.objective = {task.name}") for old in task.old_names]
-        renamed += [(old, f"{task.name}.{new}") for old, new in task.old_keys.items()]
-    return table(("former name", "name"), [(code(old), code(new)) for old, new in dict.fromkeys(renamed)])

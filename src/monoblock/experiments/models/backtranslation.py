@@ -295,6 +295,6 @@ EXPERIMENT = Experiment(
     "test sources are real and therefore have no tag: a model with tags may translate them mainly by what it "
     "learned from the few real pairs. All sentences are captions of photographs, so the monolingual ones are "
     "as close to the test data as the real pairs; published gains of noise (Edunov et al. 2018) and tags "
-    "(Caswell et al. 2019) were measured with millions of pairs of other texts. An older table of all ten "
-    "methods at ratio 1 is backtranslation-methods.md.",
+    "(Caswell et al. 2019) were measured with millions of pairs of other texts. A table of all ten "
+    "methods at ratio 1, from other runs, is backtranslation-methods.md.",
 )

@@ -20,11 +20,11 @@ from monoblock.inspection.importance import ImportanceMethod
 from monoblock.inspection.pruning_rounds import prune_in_rounds
 from monoblock.inspection.trace import trace
 from monoblock.nn.transformer import Transformer
-from monoblock.recipes.parse import RECIPE_FILE
+from monoblock.recipes.parse import RECIPE_FILE, recipe_path
 from monoblock.recipes.schema import Recipe, TokenizerSection
 from monoblock.runs.build_data import build_task_data, draft_config
 from monoblock.runs.finetune import build_finetuning_recipe
-from monoblock.runs.recipe import read_stored_recipe, task_of_recipe
+from monoblock.runs.recipe import read_recipe, task_of_recipe
 from monoblock.runs.warm_start import load_warm_start
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, validate
@@ -106,7 +106,7 @@ def _recipe(folder: Path, data: str, data_folder: Path | None) -> Recipe:
     """Return the recipe that trained the model, or else one to fine-tune it, with the corpus `data`."""
     if not (folder / RECIPE_FILE).is_file():
         return build_finetuning_recipe(str(folder), data, folder=data_folder)
-    recipe = read_stored_recipe(folder)
+    recipe = read_recipe(recipe_path(folder))
     tokenizer = TokenizerSection()  # that of the model, without random segmentations
     section = replace(recipe.data, corpus=data)
     return replace(recipe, data=section, model={"folder": str(folder)}, tokenizer=tokenizer)

@@ -22,6 +22,4 @@ CLASSIFICATION = Task(
     supports_unpadded=True,
     supports_subword_sampling=True,
     defaults=TrainingDefaults(3, 32, 512),
-    old_names=("classify",),
-    old_keys={"data.augment": "augment", "data.augment.turn": "augment.rotate"},
 )

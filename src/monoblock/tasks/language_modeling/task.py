@@ -23,5 +23,4 @@ CAUSAL_LM = Task(
     verb="generate",
     supports_subword_sampling=True,
     defaults=TrainingDefaults(1, 8, 512),
-    old_names=("causal",),
 )

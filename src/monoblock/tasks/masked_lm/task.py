@@ -21,6 +21,4 @@ MASKED_LM = Task(
     supports_unpadded=True,
     supports_subword_sampling=True,
     defaults=TrainingDefaults(3, 32, 128),
-    old_names=("masked",),
-    old_keys={"train.mask_rate": "mask_rate"},
 )

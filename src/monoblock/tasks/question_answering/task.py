@@ -22,6 +22,4 @@ QUESTION_ANSWERING = Task(
     metrics=("f1", "exact_match"),
     supports_adversarial=True,
     defaults=TrainingDefaults(2, 16, 384),
-    old_names=("answers",),
-    old_keys={"data.stride": "stride", "data.impossible": "unanswerable"},
 )

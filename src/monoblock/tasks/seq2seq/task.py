@@ -5,13 +5,6 @@ from __future__ import annotations
 from monoblock.tasks.seq2seq.section import Seq2SeqSection
 from monoblock.tasks.task import ImportedFunction, Task, TrainingDefaults
 
-SEQ2SEQ_OLD_KEYS = {
-    "data.direction": "direction",
-    "data.normalize": "normalize",
-    "data.tag": "tag",
-    "data.synthetic": "synthetic",
-    "data.ratio": "synthetic_ratio",
-}
 SEQ2SEQ = Task(
     name="seq2seq",
     about="translate or transliterate a source into a target",
@@ -31,6 +24,4 @@ SEQ2SEQ = Task(
     supports_unpadded=True,
     supports_subword_sampling=True,
     defaults=TrainingDefaults(3, 16, 512),
-    old_names=("pairs",),
-    old_keys=SEQ2SEQ_OLD_KEYS,
 )

@@ -15,6 +15,4 @@ SPAN_CORRUPTION = Task(
     required_tokens=("sentinels",),
     supports_subword_sampling=True,
     defaults=TrainingDefaults(1, 16, 512),
-    old_names=("spans",),
-    old_keys={"train.mask_rate": "mask_rate"},
 )

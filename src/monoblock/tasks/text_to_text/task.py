@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from monoblock.tasks.seq2seq.task import SEQ2SEQ, SEQ2SEQ_OLD_KEYS
+from monoblock.tasks.seq2seq.task import SEQ2SEQ
 from monoblock.tasks.task import ImportedFunction, Task
 from monoblock.tasks.text_to_text.section import TEXT_CORPUS_KINDS, TextToTextSection
 
@@ -19,5 +19,4 @@ TEXT_TO_TEXT: Task = replace(
     evaluate=ImportedFunction("text_to_text.evaluate", "evaluate_text_to_text"),
     score_validation=ImportedFunction("text_to_text.evaluate", "score_validation_texts"),
     metrics=("bleu", "rouge", "accuracy", "f1"),
-    old_keys={**SEQ2SEQ_OLD_KEYS, "data.prefix": "prefix", "data.tasks": "tasks"},
 )

@@ -22,11 +22,4 @@ TOKEN_CLASSIFICATION = Task(
     supports_unpadded=True,
     supports_subword_sampling=True,
     defaults=TrainingDefaults(3, 32, 512),
-    old_names=("label",),
-    old_keys={
-        "data.exchange": "replace_entities",
-        "data.hide": "mask_words",
-        "data.capitals": "uppercase_rows",
-        "data.join": "join_rows",
-    },
 )
