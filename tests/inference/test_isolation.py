@@ -155,6 +155,27 @@ def test_beams_that_are_preempted_twice_keep_their_own_pages(seed):
     assert found.score == pytest.approx(alone.score, abs=1e-5)
 
 
+def test_what_is_run_again_after_a_preemption_gets_no_proposals():
+    """Its tokens are run one by one, as those of a prompt: only the newest one is followed by proposals."""
+    model = build_model(mb.gpt(**SIZES))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2)
+    options = {"max_new_tokens": 30, "temperature": 1.3, "seed": 5}
+    alone = mb.Engine(model)
+    alone.add(PROMPT, Settings(**options))
+    engine = mb.Engine(model, num_pages=6, prefill_chunk=1, reuses_prefixes=False, proposer=DraftModel(model, 4))
+    own = engine.add(PROMPT, Settings(**options))
+    outputs = []
+    for step in range(200):
+        if step == len(PROMPT) + 2:
+            engine.add(PROMPT[::-1], Settings(max_new_tokens=40, priority=1))
+        outputs += engine.step()
+    assert not engine.busy
+    found = [token for output in outputs if output.request_id == own for token in output.tokens]
+    assert found == [token for output in drain(alone) for token in output.tokens]
+
+
 def test_a_text_that_cannot_be_decoded_ends_its_own_request():
     """The model has more tokens than the tokenizer, as with a padded vocabulary."""
     tokenizer = mb.Tokenizer.train("bpe", ["hello world how are you"] * 20, vocab_size=300)

@@ -431,7 +431,7 @@ class Engine:
         proposers = {request: self._proposer_of(request) for request in started if not request.variant.needs_own_pass}
         for one in passes if any(proposers.values()) else ():
             proposer = proposers.get(one.row.request)
-            if proposer is not None and len(one.tokens) == 1 and one.row.num_left > 1:
+            if proposer is not None and one.is_newest and one.row.num_left > 1:
                 rows.setdefault(proposer, []).append(one.row)
         proposed, failed = dict[Row, list[int]](), dict[Request, Exception]()
         for proposer, own in rows.items():

@@ -34,7 +34,7 @@ class Plan:
     @property
     def is_decoding(self) -> bool:
         """Whether every pass is over the newest token of a row that has begun."""
-        return all(len(one.tokens) == 1 and one.row.request.is_started for one in self.passes)
+        return all(one.is_newest and one.row.request.is_started for one in self.passes)
 
 
 class Scheduler:

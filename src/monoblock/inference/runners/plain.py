@@ -34,6 +34,11 @@ class RowPass(NamedTuple):
     start: int
     num_logits: int
 
+    @property
+    def is_newest(self) -> bool:
+        """Whether only the newest token of the row is run, not one of those that are run again after a preemption."""
+        return len(self.tokens) == 1 and self.start + 1 == len(self.row.tokens)
+
 
 class RunResult(NamedTuple):
     logits: Tensor  # (sum of num_logits, V), in the order of the passes
