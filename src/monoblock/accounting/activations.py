@@ -39,8 +39,6 @@ are still fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from monoblock.accounting.flops import BatchShape, iterate_inputs
 from monoblock.accounting.kept_activations import block_mode, product_outputs
 from monoblock.accounting.parameters import count_blocks, count_norms, head_linears, patch_linear, projection_linear
@@ -62,7 +60,6 @@ from monoblock.config.model import (
     ModelConfig,
     PatchConfig,
     RecurrentConfig,
-    StackConfig,
 )
 from monoblock.config.parts import SEQUENCE_HEADS, CheckpointMode
 
@@ -149,23 +146,6 @@ def kept_activations(
     return add_activations(block_input, outputs)
 
 
-def _stack_activations(
-    stack: StackConfig, shape: BatchShape, length: int, fused: bool, checkpointing: CheckpointMode
-) -> tuple[SavedActivations, SavedActivations]:
-    """Return what all blocks keep, and what is saved in addition while the largest block is recomputed."""
-    kept, recomputed = [], []
-    for block, count in count_blocks(stack).items():
-        own = kept_activations(block, shape, length, checkpointing=checkpointing, fused=fused)
-        kept.append(scale_activations(count, own))
-        all_saved = block_activations(block, shape, length, fused=fused)
-        recomputed.append(add_activations(all_saved, scale_activations(-1, own)))
-    return add_activations(*kept), _largest(recomputed)
-
-
-def _largest(activations: Iterable[SavedActivations]) -> SavedActivations:
-    return max(activations, key=lambda saved: saved.elements + saved.attention_elements)
-
-
 # -- a whole model -----------------------------------------------------------------------------------------------------
 
 
@@ -235,30 +215,43 @@ def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShap
     return SavedActivations(shape.batch * ((positions + vectors) * config.width + (2 if head.normalize else 0)))
 
 
+def outside_activations(config: ModelConfig, shape: BatchShape, *, fused: bool, recomputed: bool) -> SavedActivations:
+    """Count the activations of inputs and of the norms of stacks, and what the blocks of a stack share."""
+    saved = [input_activations(config, shape)]
+    for name, stack in config.stacks.items():
+        length = shape.source if name == "encoder" else shape.target
+        saved.append(norm_activations(stack.norm, shape.batch * length, stack.width))
+        saved += [
+            shared_attention_activations(attention, stack.width, length, fused=fused, recomputed=recomputed)
+            for attention in {block.attention for block in count_blocks(stack)}
+        ]
+    if config.family == "encoder-decoder":  # the encoder output, which the cross-attention of all blocks reads
+        saved.append(SavedActivations(shape.batch * shape.source * config.width))
+    return add_activations(*saved)
+
+
 def model_activations(
     config: ModelConfig, shape: BatchShape, *, fused: bool = False, checkpointing: CheckpointMode = False
 ) -> SavedActivations:
     """Count the activations that are saved at the end of the forward pass.
 
-    With checkpointing, count those at the peak of the backward pass.  `fused` attention kernels save no attention
-    weights.
+    With checkpointing, count those at the peak of the backward pass: `recomputed` is the rest of a block.  `fused`
+    attention kernels save no attention weights.
     """
-    saved, recomputed = [input_activations(config, shape), head_activations(config, shape)], [SavedActivations()]
+    saved = [
+        outside_activations(config, shape, fused=fused, recomputed=bool(checkpointing)),
+        head_activations(config, shape),
+    ]
+    recomputed = []
     for name, stack in config.stacks.items():
         length = shape.source if name == "encoder" else shape.target
-        saved.append(norm_activations(stack.norm, shape.batch * length, stack.width))
-        for attention in {block.attention for block in count_blocks(stack)}:
-            saved.append(
-                shared_attention_activations(
-                    attention, stack.width, length, fused=fused, recomputed=bool(checkpointing)
-                )
-            )
-        kept, largest = _stack_activations(stack, shape, length, fused, checkpointing)
-        saved.append(kept)
-        recomputed.append(largest)
-    if config.family == "encoder-decoder":  # the encoder output, which the cross-attention of all blocks reads
-        saved.append(SavedActivations(shape.batch * shape.source * config.width))
-    return add_activations(*saved, _largest(recomputed))
+        for block, times in count_blocks(stack).items():
+            kept = kept_activations(block, shape, length, checkpointing=checkpointing, fused=fused)
+            whole = block_activations(block, shape, length, fused=fused)
+            saved.append(scale_activations(times, kept))
+            recomputed.append(add_activations(whole, scale_activations(-1, kept)))
+    largest = max(recomputed, key=lambda saved: saved.elements + saved.attention_elements)
+    return add_activations(*saved, largest)
 
 
 def lstm_activations(config: RecurrentConfig, shape: BatchShape) -> SavedActivations:

@@ -23,9 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monoblock.accounting.flops import BatchShape
-from monoblock.accounting.parallel import ParallelPlan
-from monoblock.accounting.rank_activations import AUTOCAST, SHARDED
-from monoblock.accounting.rank_segments import model_segments, split_stages
+from monoblock.accounting.parallel import ParallelPlan, split_stages
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import CheckpointMode
 
@@ -73,9 +71,7 @@ def step_transfers(
     gpus_per_node: int,
 ) -> list[Transfer]:
     """Return what a rank of the largest pipeline stage sends in a step of `micro_batches` passes."""
-    segments = model_segments(config, shape, plan)
-    stages = split_stages(segments, plan.pipeline)
-    parameters = max(sum(segment.parameters.total for segment in stage) for stage in stages)
+    parameters = max(stage.parameters.total for stage in split_stages(config, plan))
     sent = {
         "data": ("all-reduce of gradients", all_reduce_bytes(4 * parameters, plan.data), True),
         "shard": (
@@ -91,7 +87,7 @@ def step_transfers(
         ),
         "pipeline": (
             "hidden states to the next stage, gradients back",
-            micro_batches * 2 * (SHARDED if plan.shard > 1 else AUTOCAST).stream * _hidden_elements(config, shape),
+            micro_batches * 2 * plan.stream_bytes * _hidden_elements(config, shape),
             False,
         ),
     }
