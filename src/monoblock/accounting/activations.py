@@ -27,8 +27,11 @@ saved once for each block, because the kernel converts it to floats. With 128 to
 which saves no mask.
 
 Parallel attention and feed-forward read the same tensor, which is counted once. With checkpointing only the input of
-each block is saved, with selective checkpointing also the outputs of its products (kept_activations.py), plus the
-other activations of the largest block while it is recomputed. Workspaces, fragmentation and token ids are not counted.
+each block is kept, with selective checkpointing also the outputs of its matrices (also of each expert and the router)
+and of a fused attention kernel, with its log-sum-exp; plus the other activations of the largest block while it is
+recomputed. Selective checkpointing recomputes attention without such a kernel, and FlexAttention, which is compiled, so
+that checkpointing does not see it. A block with batch norms is recomputed entirely or not at all. Workspaces,
+fragmentation, token ids and the mask of the tiles of banded attention are not counted.
 
 This is exact in fp32 for kernels that save no more than they need. CPU kernels save more: rms_norm its normalized
 elements, dropout four bytes an element, and attention all weights if they have dropout or a learned bias; FlexAttention
@@ -40,17 +43,27 @@ are still fp32.
 from __future__ import annotations
 
 from monoblock.accounting.flops import BatchShape, iterate_inputs
-from monoblock.accounting.kept_activations import block_mode, product_outputs
-from monoblock.accounting.parameters import count_blocks, count_norms, head_linears, patch_linear, projection_linear
+from monoblock.accounting.parameters import (
+    attention_linears,
+    count_blocks,
+    count_norms,
+    feedforward_linears,
+    head_linears,
+    patch_linear,
+    projection_linear,
+    router_linear,
+)
 from monoblock.accounting.saved_activations import (
     SavedActivations,
     add_activations,
     attention_activations,
+    choose_kernel,
     norm_activations,
     scale_activations,
     shared_attention_activations,
 )
 from monoblock.config.model import (
+    AttentionConfig,
     BlockConfig,
     EmbeddingConfig,
     FeedForwardConfig,
@@ -62,6 +75,9 @@ from monoblock.config.model import (
     RecurrentConfig,
 )
 from monoblock.config.parts import SEQUENCE_HEADS, CheckpointMode
+from monoblock.errors import ConfigError
+
+CHECKPOINT_MODES: tuple[CheckpointMode, ...] = (False, "selective", True)  # from most to least memory
 
 # Activation -> the number of tensors that only it saves, and whether it saves its output, as the next layer does too.
 ACTIVATION_TENSORS = {
@@ -132,6 +148,55 @@ def block_activations(block: BlockConfig, shape: BatchShape, length: int, *, fus
     if block.dropout > 0:
         saved.append(SavedActivations(raw_bytes=sublayers * rows * width))
     return add_activations(*saved)
+
+
+# -- checkpointing -----------------------------------------------------------------------------------------------------
+
+
+def block_mode(block: BlockConfig, checkpointing: CheckpointMode) -> CheckpointMode:
+    """Return how a block is recomputed: with batch norms entirely or not at all."""
+    if checkpointing not in CHECKPOINT_MODES:
+        raise ConfigError(f"checkpointing={checkpointing!r} is not one of {', '.join(map(repr, CHECKPOINT_MODES))}")
+    norms = [block.norm, *(a.qk_norm for a in (block.attention, block.cross) if a is not None)]
+    has_statistics = any(norm is not None and norm.kind == "batch" for norm in norms)
+    return bool(checkpointing) if has_statistics else checkpointing
+
+
+def recomputes_attention(attention: AttentionConfig, width: int, length: int) -> bool:
+    """Return whether selective checkpointing recomputes self-attention, because it has no kernel that can be kept."""
+    return choose_kernel(attention, width, length, length, fused=True) != "fused"
+
+
+def product_outputs(block: BlockConfig, shape: BatchShape, length: int, *, fused: bool = False) -> SavedActivations:
+    """Count the outputs of the products of a block, which selective checkpointing keeps."""
+    outputs = [
+        _attention_outputs(block.attention, block.width, shape.batch, length, length, fused=fused),
+        _feedforward_outputs(block, shape.batch * length),
+    ]
+    if block.cross:
+        outputs.append(_attention_outputs(block.cross, block.width, shape.batch, length, shape.source, fused=fused))
+    return add_activations(*outputs)
+
+
+def _attention_outputs(
+    attention: AttentionConfig, width: int, batch: int, queries: int, keys: int, *, fused: bool
+) -> SavedActivations:
+    query, key, value, output = attention_linears(attention, width)
+    kernel = choose_kernel(attention, width, queries, keys, fused=fused)
+    elements = queries * (query.outputs + output.outputs) + keys * (key.outputs + value.outputs)
+    if kernel != "fused":
+        return SavedActivations(batch * elements)
+    return SavedActivations(
+        batch * (elements + queries * output.inputs), fp32_elements=batch * attention.heads * queries
+    )
+
+
+def _feedforward_outputs(block: BlockConfig, rows: int) -> SavedActivations:
+    experts, router = block.feedforward.experts, router_linear(block.feedforward, block.width)
+    outputs = sum(linear.outputs for linear in feedforward_linears(block.feedforward, block.width))
+    if experts is None or router is None:
+        return SavedActivations(rows * outputs)
+    return SavedActivations(rows * (experts.top_k * outputs + router.outputs))
 
 
 def kept_activations(

@@ -27,6 +27,7 @@ from monoblock.accounting.parameters import (
     count_blocks,
     count_parameters,
 )
+from monoblock.config.knobs import FieldValues, rebuild
 from monoblock.config.model import (
     AttentionConfig,
     BlockConfig,
@@ -244,21 +245,16 @@ def narrow_block(block: BlockConfig, tensor: int) -> BlockConfig:
 
 def narrow_model(config: ModelConfig, tensor: int) -> ModelConfig:
     """Return the model that one rank of a tensor-parallel group computes, with a part of each block and vocabulary."""
-    if tensor == 1:
-        return config
-    parts: dict[str, Any] = {
-        name: replace(
-            stack,
-            pattern=tuple(
-                replace(run, blocks=tuple(narrow_block(block, tensor) for block in run.blocks)) for run in stack.pattern
-            ),
-        )
-        for name, stack in config.stacks.items()
-    }
-    for name, part in config.inputs.items():  # the first ranks have whole rows of a table that does not divide evenly
-        if isinstance(part, EmbeddingConfig):
-            parts[name] = replace(part, vocab=-(-part.vocab // tensor))
-    return replace(config, **parts)
+
+    def narrow(part: Any, values: FieldValues) -> None:
+        if isinstance(part, BlockConfig):
+            values.update(vars(narrow_block(part, tensor)))
+        elif isinstance(
+            part, EmbeddingConfig
+        ):  # the first ranks have whole rows of a table that does not divide evenly
+            values["vocab"] = -(-part.vocab // tensor)
+
+    return rebuild(config, narrow)
 
 
 def replicated_kv_heads(attention: AttentionConfig, tensor: int) -> int:

@@ -43,10 +43,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from monoblock.accounting.activations import block_activations, head_activations, kept_activations, outside_activations
+from monoblock.accounting.activations import (
+    block_activations,
+    block_mode,
+    head_activations,
+    kept_activations,
+    outside_activations,
+)
 from monoblock.accounting.flops import BatchShape
 from monoblock.accounting.fused_loss import fuses_loss, output_linear, pad_classes, rows_at_a_time
-from monoblock.accounting.kept_activations import block_mode
 from monoblock.accounting.memory import OPTIMIZER_STATES, activation_bytes
 from monoblock.accounting.parallel import ParallelPlan, narrow_block, narrow_model, rank_block_parameters, split_stages
 from monoblock.accounting.parameters import count_norms

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from monoblock.accounting.attention_tiles import count_tiles
+from monoblock.accounting.flops import count_attention_pairs
 from monoblock.accounting.parameters import attention_linears
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, NormConfig, Rotary
 
 AttentionKernel = Literal["plain", "banded", "flex", "fused"]
 FLEX_FROM = 128  # FlexAttention is used from this many queries on, as in nn/flex.py
+BANDED_FROM, TILE = 512, 64  # banded attention is used from this many queries on, in such tiles, as in nn/banded
 
 
 class SavedActivations(NamedTuple):
@@ -64,19 +65,29 @@ def _supports_flex(attention: AttentionConfig, width: int, queries: int) -> bool
     return has_kernel and not needs_plain_attention(attention) and queries >= FLEX_FROM
 
 
+def is_sparse(attention: AttentionConfig, length: int) -> bool:
+    """Return whether the tiles of a window, global tokens and random blocks cover at most half of the matrix."""
+    if attention.window is None or length < BANDED_FROM:
+        return False
+    sides = 2 if attention.mask == "full" else 1
+    tiles = TILE * (1 + sides * attention.global_tokens)
+    blocks = attention.random_blocks * max(TILE, attention.block_size) * sides // 2
+    return 2 * (count_attention_pairs(attention, length) + (tiles + blocks) * length) <= length**2
+
+
 def _is_banded(attention: AttentionConfig, width: int, queries: int) -> bool:
     """Return whether banded attention computes this sparse mask, because FlexAttention does not support it."""
     if _has_score_bias(attention) or _supports_flex(attention, width, queries):
         return False
-    return count_tiles(attention, queries) is not None
+    return is_sparse(attention, queries)
 
 
 def _has_kernel_mask(attention: AttentionConfig, width: int, queries: int) -> bool:
     """Return whether the fused kernel is passed a mask; the output of queries that see no key is then set to zero."""
     if _has_score_bias(attention):
         return attention.mask != "full" or _has_mask_pattern(attention, queries)
-    is_sparse = _supports_flex(attention, width, queries) or _is_banded(attention, width, queries)
-    return _has_mask_pattern(attention, queries) and not is_sparse
+    has_sparse_kernel = _supports_flex(attention, width, queries) or _is_banded(attention, width, queries)
+    return _has_mask_pattern(attention, queries) and not has_sparse_kernel
 
 
 def choose_kernel(attention: AttentionConfig, width: int, queries: int, keys: int, *, fused: bool) -> AttentionKernel:
@@ -86,8 +97,8 @@ def choose_kernel(attention: AttentionConfig, width: int, queries: int, keys: in
         return "banded"
     if not fused or needs_plain_attention(attention):
         return "plain"
-    is_sparse = is_self_attention and _has_mask_pattern(attention, queries) and not _has_score_bias(attention)
-    return "flex" if is_sparse and _supports_flex(attention, width, queries) else "fused"
+    has_pattern = is_self_attention and _has_mask_pattern(attention, queries) and not _has_score_bias(attention)
+    return "flex" if has_pattern and _supports_flex(attention, width, queries) else "fused"
 
 
 def count_scores(attention: AttentionConfig, queries: int, keys: int) -> int:
@@ -183,7 +194,6 @@ def shared_attention_activations(
     Blocks that are recomputed also need the bias before it is converted for a kernel, in fp32.
     """
     saved, positions = [], attention.positions
-    is_banded = fused and _is_banded(attention, width, length)
     fused = fused and not needs_plain_attention(attention)
     if isinstance(positions, Rotary):
         size = attention.key_size(width)
@@ -193,9 +203,6 @@ def shared_attention_activations(
     elif isinstance(positions, Alibi) or (isinstance(positions, Buckets) and positions.shared):
         saved.append(_bias_activations(attention, length, length, fused=fused))
         saved.append(SavedActivations(fp32_elements=count_scores(attention, length, length) if recomputed else 0))
-    tiles = count_tiles(attention, length) if is_banded else None
-    if tiles is not None:
-        saved.append(SavedActivations(raw_bytes=tiles.query_key_pairs + length))  # the mask of these tiles
-    elif fused and _has_kernel_mask(attention, width, length):
+    if fused and _has_kernel_mask(attention, width, length):
         saved.append(SavedActivations(raw_bytes=length))
     return add_activations(*saved)
