@@ -284,7 +284,7 @@ def outside_activations(config: ModelConfig, shape: BatchShape, *, fused: bool, 
     """Count the activations of inputs and of the norms of stacks, and what the blocks of a stack share."""
     saved = [input_activations(config, shape)]
     for name, stack in config.stacks.items():
-        length = shape.source if name == "encoder" else shape.target
+        length = shape.length(name)
         saved.append(norm_activations(stack.norm, shape.batch * length, stack.width))
         saved += [
             shared_attention_activations(attention, stack.width, length, fused=fused, recomputed=recomputed)
@@ -309,7 +309,7 @@ def model_activations(
     ]
     recomputed = []
     for name, stack in config.stacks.items():
-        length = shape.source if name == "encoder" else shape.target
+        length = shape.length(name)
         for block, times in count_blocks(stack).items():
             kept = kept_activations(block, shape, length, checkpointing=checkpointing, fused=fused)
             whole = block_activations(block, shape, length, fused=fused)

@@ -90,6 +90,6 @@ def _tensor_bytes(config: ModelConfig, shape: BatchShape, plan: ParallelPlan, ch
     """Return the bytes of the all-reduces of a pass: of each sublayer two or three, and two of embedding and head."""
     passes, rows = 3 if checkpointing else 2, 2 * shape.target
     for name, stack in config.stacks.items():
-        length = shape.source if name == "encoder" else shape.target
+        length = shape.length(name)
         rows += passes * length * sum(len(block.sublayers) for block in stack.layers())
     return -(-all_reduce_bytes(2 * shape.batch * rows * config.width, plan.tensor) // plan.pipeline)

@@ -13,12 +13,14 @@ rank holds
                           each weight of a block: two blocks are gathered, one has gradients in 16 bits, and those of
                           another are summed over the ranks in fp32
     activations           what activations.py counts, in 16 bits; but norms save their input in fp32, 2·N·D bytes more,
-                          and with FSDP an RMS norm also its normalized input, 4·N·D more
+                          and with FSDP an RMS norm also its normalized input, 4·N·D more; and cross-attention converts
+                          the encoder output twice
       checkpointing       of a block r·N·D for its input, with selective checkpointing also the outputs of its products
       pipeline            those of p - i micro-batches in stage i of p stages, counted from 0 (the schedule 1F1B)
     a block, backward     all activations of a block, while it is recomputed also its weight copies, and the gradients
-                          of its F hidden features, 2·N·F bytes each; with FSDP at least 28·N·D for the last RMS norm,
-                          which has seven fp32 tensors
+                          of its F hidden features, 2·N·F bytes each (the gradient of the residual stream takes the
+                          place of the input of the next norm); with FSDP at least 28·N·D for the RMS norm after the
+                          last block, which has seven fp32 tensors
     loss, stored          12·N·V bytes: the log-softmax and two gradients of that size, in fp32; 2·D·V for a weight copy
     loss, fused           4·D·V: the gradient of the last weight, from the forward pass on; also in the forward pass 2
                           for each of at most 2**29 logits, and 2·D·V for a weight copy; or in the backward pass 4·D·V,
@@ -27,9 +29,10 @@ rank holds
 The backward pass exchanges the activations of one block after the other for its gradients, so that the total is largest
 at one of its ends. The peak is weights, optimizer and gathered layers, and the largest of
 
-    loss           activations, weight copies, and the loss
-    last block     activations, weight copies, gradients of the head, and what the backward pass of a block needs
-    first block    gradients of all other blocks, and what the backward pass of a block needs
+    start of the backward pass    activations, weight copies, and the loss
+    last block                    activations, weight copies, gradients of the head, and what the backward pass of a
+                                  block needs
+    first block                   gradients of all other blocks, and what the backward pass of a block needs
 
 With several micro-batches, and with ddp, whose buckets exist all the time, all gradients are there in each of them.
 
@@ -66,7 +69,10 @@ RMS_NORM_BYTES = 28  # an element: seven fp32 tensors, in the backward pass of a
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of a training step on one rank, in bytes; `peak` is its largest total, in the phase `peak_at`."""
+    """The memory of a training step on one rank, in bytes; `peak` is its largest total, in the phase `peak_at`.
+
+    `activations` includes what the backward pass of a block needs; not all parts exist at the peak.
+    """
 
     weights: int
     gradients: int
@@ -118,7 +124,7 @@ def rank_memory(
     matrix_states, other_states = OPTIMIZER_STATES[optimizer]
     stages = split_stages(config, plan)
     sizes = {
-        key: _block_bytes(key[1], shape, shape.source if key[0] == "encoder" else shape.target, plan, checkpointing)
+        key: _block_bytes(key[1], shape, shape.length(key[0]), plan, checkpointing)
         for stage in stages
         for key in set(stage.blocks)
     }
@@ -140,7 +146,7 @@ def rank_memory(
         else:
             ready = 0
         moments = {
-            "loss": ready + kept + copies + own_loss,
+            "start of the backward pass": ready + kept + copies + own_loss,
             "last block": head + kept + (0 if checkpointing else copies) + recomputed,
             "first block": rest + max(block.backward for block in blocks),
         }
@@ -185,7 +191,7 @@ def _block_bytes(
     if block.cross:
         saved += 4 * shape.batch * shape.source * block.width
     kept = saved
-    if mode:
+    if mode:  # the input of the block is one of the kept activations, and has the precision of the residual stream
         kept = (
             _to_bytes(kept_activations(narrow, shape, length, checkpointing=mode, fused=True)) + stream - 2 * elements
         )
@@ -205,8 +211,7 @@ def _outside_bytes(config: ModelConfig, shape: BatchShape, plan: ParallelPlan, c
     narrow = narrow_model(config, plan.tensor)
     saved = outside_activations(narrow, shape, fused=True, recomputed=bool(checkpointing))
     norms = sum(
-        shape.batch * (shape.source if name == "encoder" else shape.target) * _norm_extra(stack.norm, plan)
-        for name, stack in config.stacks.items()
+        shape.batch * shape.length(name) * _norm_extra(stack.norm, plan) for name, stack in config.stacks.items()
     )
     return _to_bytes(saved) + norms * config.width
 

@@ -156,7 +156,7 @@ def recomputed_flops(config: ModelConfig, costs: Flops, checkpointing: Checkpoin
     """Return the FLOPs that the backward pass computes a second time because of checkpointing."""
     total, shape = 0, costs.shape
     for name, stack in config.stacks.items():
-        length = shape.source if name == "encoder" else shape.target
+        length = shape.length(name)
         for block, times in count_blocks(stack).items():
             mode, components = block_mode(block, checkpointing), block_flops(block, shape.batch, length, shape.source)
             if mode is True:
