@@ -54,12 +54,11 @@ from monoblock.accounting.parameters import (
     router_linear,
 )
 from monoblock.accounting.saved_activations import (
+    NOTHING,
     SavedActivations,
-    add_activations,
     attention_activations,
     choose_kernel,
     norm_activations,
-    scale_activations,
     shared_attention_activations,
 )
 from monoblock.config.model import (
@@ -98,7 +97,7 @@ ACTIVATION_TENSORS = {
 
 def feedforward_activations(feedforward: FeedForwardConfig, width: int, rows: int) -> SavedActivations:
     if not feedforward.hidden:
-        return SavedActivations()
+        return NOTHING
     experts = feedforward.experts
     routed_rows = rows * experts.top_k if experts else rows
     saved = SavedActivations(
@@ -116,7 +115,7 @@ def feedforward_activations(feedforward: FeedForwardConfig, width: int, rows: in
     router = SavedActivations(
         rows * (width + scores[experts.router]) + routed_rows * (2 * width + 1), raw_bytes=24 * routed_rows
     )
-    return add_activations(saved, router)
+    return saved + router
 
 
 def _count_hidden_tensors(feedforward: FeedForwardConfig) -> int:
@@ -134,7 +133,7 @@ def block_activations(block: BlockConfig, shape: BatchShape, length: int, *, fus
     """
     rows, width = shape.batch * length, block.width
     saved = [
-        scale_activations(count_norms(block), norm_activations(block.norm, rows, width)),
+        norm_activations(block.norm, rows, width) * count_norms(block),
         attention_activations(block.attention, width, shape.batch, length, length, fused=fused),
         feedforward_activations(block.feedforward, width, rows),
     ]
@@ -147,7 +146,7 @@ def block_activations(block: BlockConfig, shape: BatchShape, length: int, *, fus
         saved.append(SavedActivations(sublayers * rows * width))
     if block.dropout > 0:
         saved.append(SavedActivations(raw_bytes=sublayers * rows * width))
-    return add_activations(*saved)
+    return sum(saved, NOTHING)
 
 
 # -- checkpointing -----------------------------------------------------------------------------------------------------
@@ -175,7 +174,7 @@ def product_outputs(block: BlockConfig, shape: BatchShape, length: int, *, fused
     ]
     if block.cross:
         outputs.append(_attention_outputs(block.cross, block.width, shape.batch, length, shape.source, fused=fused))
-    return add_activations(*outputs)
+    return sum(outputs, NOTHING)
 
 
 def _attention_outputs(
@@ -207,8 +206,8 @@ def kept_activations(
     if not mode:
         return block_activations(block, shape, length, fused=fused)
     block_input = SavedActivations(shape.batch * length * block.width)
-    outputs = product_outputs(block, shape, length, fused=fused) if mode == "selective" else SavedActivations()
-    return add_activations(block_input, outputs)
+    outputs = product_outputs(block, shape, length, fused=fused) if mode == "selective" else NOTHING
+    return block_input + outputs
 
 
 # -- a whole model -----------------------------------------------------------------------------------------------------
@@ -237,14 +236,14 @@ def input_activations(config: ModelConfig, shape: BatchShape) -> SavedActivation
             saved.append(SavedActivations(1))
         saved.append(norm_activations(input_config.norm, rows, size))
         saved.append(SavedActivations(raw_bytes=rows * size if input_config.dropout > 0 else 0))
-    return add_activations(*saved)
+    return sum(saved, NOTHING)
 
 
 def head_activations(config: ModelConfig, shape: BatchShape, *, with_logits: bool = True) -> SavedActivations:
     """Count the activations that the head saves, `with_logits` also the logits and their log-softmax for the loss."""
     head = config.head
     if head is None:
-        return SavedActivations()
+        return NOTHING
     saved = [_pooling_activations(config, head, shape)]
     for index, linear in enumerate(head_linears(config)):
         rows = shape.batch * (shape.target if linear.applied_to == "tokens" else 1)
@@ -259,7 +258,7 @@ def head_activations(config: ModelConfig, shape: BatchShape, *, with_logits: boo
             saved.append(SavedActivations(raw_bytes=rows * linear.inputs if head.dropout > 0 else 0))
         elif linear.name == "transform" and head.transform:
             saved.append(SavedActivations(ACTIVATION_TENSORS[head.transform][0] * rows * linear.outputs))
-    return add_activations(*saved)
+    return sum(saved, NOTHING)
 
 
 def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShape) -> SavedActivations:
@@ -270,7 +269,7 @@ def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShap
     """
     saves_input = head.kind != "pooled" or head.pooler != "none" or head.normalize or head.project is not None
     if head.kind not in SEQUENCE_HEADS or not saves_input:
-        return SavedActivations()
+        return NOTHING
     positions = shape.target if head.pooling != "mean" else 0
     is_last = (head.kind == "pooled" and head.project is None) or head.dropout > 0  # no matrix saves the output
     tensors, saves_output = ACTIVATION_TENSORS["identity" if head.pooler == "none" else head.pooler]
@@ -292,7 +291,7 @@ def outside_activations(config: ModelConfig, shape: BatchShape, *, fused: bool, 
         ]
     if config.family == "encoder-decoder":  # the encoder output, which the cross-attention of all blocks reads
         saved.append(SavedActivations(shape.batch * shape.source * config.width))
-    return add_activations(*saved)
+    return sum(saved, NOTHING)
 
 
 def model_activations(
@@ -313,10 +312,10 @@ def model_activations(
         for block, times in count_blocks(stack).items():
             kept = kept_activations(block, shape, length, checkpointing=checkpointing, fused=fused)
             whole = block_activations(block, shape, length, fused=fused)
-            saved.append(scale_activations(times, kept))
-            recomputed.append(add_activations(whole, scale_activations(-1, kept)))
+            saved.append(kept * times)
+            recomputed.append(whole + kept * -1)
     largest = max(recomputed, key=lambda saved: saved.elements + saved.attention_elements)
-    return add_activations(*saved, largest)
+    return sum(saved, largest)
 
 
 def lstm_activations(config: RecurrentConfig, shape: BatchShape) -> SavedActivations:
@@ -326,13 +325,9 @@ def lstm_activations(config: RecurrentConfig, shape: BatchShape) -> SavedActivat
     a vector for each pair of positions.
     """
     width, rows, source_rows = config.width, shape.batch * shape.target, shape.batch * shape.source
-    saved = SavedActivations(rows * config.depth * 7 * width + rows * width)
+    elements, pairs = rows * (config.depth * 7 + 1) * width, 0
     if config.kind == "encoder_decoder":
-        encoder = SavedActivations(source_rows * 2 * config.depth * 7 * width + source_rows * 3 * width)
-        attention = SavedActivations(rows * 6 * width)
-        if config.attention:
-            pairs = rows * shape.source
-            attention = add_activations(attention, SavedActivations(pairs * width, attention_elements=pairs))
-        saved = add_activations(saved, encoder, attention)
+        pairs = rows * shape.source if config.attention else 0
+        elements += source_rows * (2 * config.depth * 7 + 3) * width + (6 * rows + pairs) * width
     logits = rows * (config.target_vocab or config.vocab)
-    return add_activations(saved, SavedActivations(logits, fp32_elements=logits))
+    return SavedActivations(elements + logits, attention_elements=pairs, fp32_elements=logits)

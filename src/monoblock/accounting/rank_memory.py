@@ -55,13 +55,12 @@ from monoblock.accounting.activations import (
 )
 from monoblock.accounting.flops import BatchShape
 from monoblock.accounting.fused_loss import fuses_loss, output_linear, pad_classes, rows_at_a_time
-from monoblock.accounting.memory import OPTIMIZER_STATES, activation_bytes
+from monoblock.accounting.memory import activation_bytes, optimizer_states
 from monoblock.accounting.parallel import ParallelPlan, narrow_block, narrow_model, rank_block_parameters, split_stages
 from monoblock.accounting.parameters import count_norms
 from monoblock.accounting.saved_activations import SavedActivations
 from monoblock.config.model import BlockConfig, ModelConfig, NormConfig
 from monoblock.config.parts import CheckpointMode
-from monoblock.errors import ConfigError, did_you_mean
 
 WORKSPACE_BYTES = 32 * 2**20  # cuBLAS on a Hopper GPU
 RMS_NORM_BYTES = 28  # an element: seven fp32 tensors, in the backward pass of an RMS norm of 16-bit input
@@ -116,12 +115,6 @@ def rank_memory(
 
     `shape.batch` is the number of sequences in a micro-batch of a rank, or of a tensor-parallel group.
     """
-    if optimizer not in OPTIMIZER_STATES:
-        raise ConfigError(
-            f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_STATES)}"
-            f"{did_you_mean(optimizer, OPTIMIZER_STATES)}"
-        )
-    matrix_states, other_states = OPTIMIZER_STATES[optimizer]
     stages = split_stages(config, plan)
     sizes = {
         key: _block_bytes(key[1], shape, shape.length(key[0]), plan, checkpointing)
@@ -132,9 +125,9 @@ def rank_memory(
     memories = []
     for number, stage in enumerate(stages):
         blocks = [sizes[key] for key in stage.blocks]
-        total, matrices = stage.parameters
+        total = stage.parameters.total
         weights = -(-4 * total // plan.shard)
-        states = -(-4 * (matrix_states * matrices + other_states * (total - matrices)) // plan.shard)
+        states = -(-4 * optimizer_states(optimizer, *stage.parameters) // plan.shard)
         gathered = 2 * (stage.outside + stage.head) + 10 * stage.largest_block if plan.shard > 1 else 0
         kept = min(micro_batches, plan.pipeline - number) * (outside + sum(block.kept for block in blocks))
         copies = sum(block.copies for block in blocks)

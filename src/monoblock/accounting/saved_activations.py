@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import operator
+from dataclasses import astuple, dataclass
+from typing import Literal
 
 from monoblock.accounting.flops import count_attention_pairs
 from monoblock.accounting.parameters import attention_linears
@@ -13,7 +15,8 @@ FLEX_FROM = 128  # FlexAttention is used from this many queries on, as in nn/fle
 BANDED_FROM, TILE = 512, 64  # banded attention is used from this many queries on, in such tiles, as in nn/banded
 
 
-class SavedActivations(NamedTuple):
+@dataclass(frozen=True)
+class SavedActivations:
     """The size of saved activations.
 
     `elements` and `attention_elements` (attention weights) are in the computing dtype; `raw_bytes` counts tensors of
@@ -25,18 +28,19 @@ class SavedActivations(NamedTuple):
     fp32_elements: int = 0
     raw_bytes: int = 0
 
+    def __add__(self, other: SavedActivations) -> SavedActivations:
+        return SavedActivations(*map(operator.add, astuple(self), astuple(other)))
 
-def add_activations(*parts: SavedActivations) -> SavedActivations:
-    return SavedActivations(*(sum(column) for column in zip(*parts, strict=True))) if parts else SavedActivations()
+    def __mul__(self, factor: int) -> SavedActivations:
+        return SavedActivations(*(factor * count for count in astuple(self)))
 
 
-def scale_activations(factor: int, saved: SavedActivations) -> SavedActivations:
-    return SavedActivations(*(factor * count for count in saved))
+NOTHING = SavedActivations()
 
 
 def norm_activations(norm: NormConfig | None, rows: int, size: int) -> SavedActivations:
     if norm is None or norm.kind == "none":
-        return SavedActivations()
+        return NOTHING
     offset = size if norm.unit_offset and norm.affine != "none" else 0  # 1 + weight
     statistics = {"layer": 2 * rows, "rms": rows, "batch": 2 * size}[norm.kind]
     return SavedActivations(rows * size + offset, fp32_elements=statistics)
@@ -115,41 +119,37 @@ def attention_activations(
     is_plain = needs_plain_attention(attention) and not is_banded
     copies = attention.heads // attention.num_kv_heads if is_plain else 1
     keys_and_values = keys * (key.outputs + value.outputs)
-    saved = add_activations(
-        SavedActivations(batch * (queries * (width + query.outputs + output.inputs) + copies * keys_and_values)),
-        SavedActivations(batch * (queries * query.outputs + keys_and_values) if attention.clip is not None else 0),
-        _qk_norm_activations(attention, batch * queries, query.outputs, attention.heads),
-        _qk_norm_activations(attention, batch * keys, key.outputs, attention.num_kv_heads),
-    )
+    saved = SavedActivations(batch * (queries * (width + query.outputs + output.inputs) + copies * keys_and_values))
+    saved += _qk_norm_activations(attention, batch * queries, query.outputs, attention.heads)
+    saved += _qk_norm_activations(attention, batch * keys, key.outputs, attention.num_kv_heads)
+    if attention.clip is not None:
+        saved += SavedActivations(batch * (queries * query.outputs + keys_and_values))
     if is_plain:
-        return add_activations(saved, _plain_attention_activations(attention, batch, queries, keys))
+        return saved + _plain_attention_activations(attention, batch, queries, keys)
     if is_banded:
-        return add_activations(saved, SavedActivations(fp32_elements=batch * attention.heads * queries))
+        return saved + SavedActivations(fp32_elements=batch * attention.heads * queries)
     if fused:
         copies_output = isinstance(attention.positions, Rotary) or _has_kernel_mask(attention, width, queries)
         outputs = batch * queries * output.inputs if copies_output else 0
-        return add_activations(
-            saved,
-            _fused_attention_activations(attention, width, queries, keys),
-            SavedActivations(outputs, fp32_elements=batch * attention.heads * queries),
-        )
+        saved += SavedActivations(outputs, fp32_elements=batch * attention.heads * queries)
+        return saved + _fused_attention_activations(attention, width, queries, keys)
     matrix = batch * count_scores(attention, queries, keys)
-    return add_activations(saved, SavedActivations(attention_elements=matrix), _dropout_activations(attention, matrix))
+    return saved + SavedActivations(attention_elements=matrix) + _dropout_activations(attention, matrix)
 
 
 def _dropout_activations(attention: AttentionConfig, elements: int) -> SavedActivations:
     if attention.dropout == 0:
-        return SavedActivations()
+        return NOTHING
     return SavedActivations(attention_elements=elements, raw_bytes=elements)
 
 
 def _qk_norm_activations(attention: AttentionConfig, rows: int, size: int, heads: int) -> SavedActivations:
     if attention.qk_norm is None:
-        return SavedActivations()
+        return NOTHING
     if attention.qk_norm_over == "width":
         return norm_activations(attention.qk_norm, rows, size)
     scaled = rows * size if attention.qk_norm_over == "each_head" else 0  # normalized first, then scaled by head
-    return add_activations(norm_activations(attention.qk_norm, rows * heads, size // heads), SavedActivations(scaled))
+    return norm_activations(attention.qk_norm, rows * heads, size // heads) + SavedActivations(scaled)
 
 
 def _plain_attention_activations(attention: AttentionConfig, batch: int, queries: int, keys: int) -> SavedActivations:
@@ -205,4 +205,4 @@ def shared_attention_activations(
         saved.append(SavedActivations(fp32_elements=count_scores(attention, length, length) if recomputed else 0))
     if fused and _has_kernel_mask(attention, width, length):
         saved.append(SavedActivations(raw_bytes=length))
-    return add_activations(*saved)
+    return sum(saved, NOTHING)
