@@ -161,6 +161,15 @@ def test_the_peak_of_a_step_on_8_ranks(fake, strategy, checkpointing, vocab):
     assert plan.memory.peak - plan.memory.workspace == pytest.approx(peak, rel=0.1)
 
 
+@pytest.mark.parametrize(("strategy", "gpus"), [("ddp", 1), ("fsdp", 8)])
+def test_the_peak_of_a_small_batch_is_in_the_gradients_of_a_tied_embedding(fake, strategy, gpus):
+    config = vary(MODELS["gpt"], vocab=20_011)
+    plan = account(config).plan(strategy, gpus, length=128, checkpointing=True)
+    peak = fake.step_peak_bytes(config, plan.parallel, 1, 128, checkpointing=True)
+    assert plan.memory.peak_at == "input"
+    assert plan.memory.peak - plan.memory.workspace == pytest.approx(peak, rel=0.1)
+
+
 @pytest.mark.slow
 @MODES
 def test_the_peak_of_a_70b_on_512_ranks(fake, checkpointing):

@@ -291,6 +291,7 @@ class Stage(NamedTuple):
     largest_block: int  # its parameters
     outside: int  # parameters outside the blocks
     head: int  # those of the head, and of the embedding that is also its matrix
+    tied: int  # those of this embedding, if this stage has both of its uses
 
 
 def split_stages(config: ModelConfig, plan: ParallelPlan) -> list[Stage]:
@@ -314,6 +315,7 @@ def split_stages(config: ModelConfig, plan: ParallelPlan) -> list[Stage]:
                 max((n.total for n in counts), default=0),
                 outside,
                 head + table if is_last else 0,
+                table if plan.pipeline == 1 else 0,
             )
         )
     return stages

@@ -9,9 +9,11 @@ rank holds
     optimizer             4·p/s for each state, of which AdamW has two
     weight copies         without FSDP: 2 for each weight in matrices of blocks, from the forward to the backward pass;
                           with full checkpointing only in the forward pass, with selective checkpointing never
-    gathered layers       with FSDP: 2 for each weight outside the blocks, and 2 for the gradients of the head; 10 for
-                          each weight of a block: two blocks are gathered, one has gradients in 16 bits, and those of
-                          another are summed over the ranks in fp32
+    gathered layers       with FSDP: 2 for each of o weights outside the blocks and, for a block of b weights, 2·b in
+                          the forward pass; 10·b in the backward pass, where two blocks are gathered, one has gradients
+                          in 16 bits, and those of another are summed over the ranks in fp32; there the gradients of the
+                          h weights of the head wait in 16 bits, 2·h; at the end those of all o weights are summed, 4·o
+                          more (if tied, those of both uses and their sum: 4·h), when the two blocks still exist, 4·b
     activations           what activations.py counts, in 16 bits; but norms save their input in fp32, 2·N·D bytes more,
                           and with FSDP an RMS norm also its normalized input, 4·N·D more; and cross-attention converts
                           the encoder output twice
@@ -24,15 +26,17 @@ rank holds
     loss, stored          12·N·V bytes: the log-softmax and two gradients of that size, in fp32; 2·D·V for a weight copy
     loss, fused           4·D·V: the gradient of the last weight, from the forward pass on; also in the forward pass 2
                           for each of at most 2**29 logits, and 2·D·V for a weight copy; or in the backward pass 4·D·V,
-                          because the gradient is multiplied (FSDP: 2·D·V, because it is converted); and the input
+                          because the gradient is multiplied (with FSDP: 2·D·V, because it is converted, and 2·D·V for
+                          a weight copy if V is padded); and the input of the product
 
 The backward pass exchanges the activations of one block after the other for its gradients, so that the total is largest
-at one of its ends. The peak is weights, optimizer and gathered layers, and the largest of
+at one of its ends. The peak is weights and optimizer, and the largest of these, each with the layers gathered there:
 
     start of the backward pass    activations, weight copies, and the loss
-    last block                    activations, weight copies, gradients of the head, and what the backward pass of a
-                                  block needs
-    first block                   gradients of all other blocks, and what the backward pass of a block needs
+    last block                    activations, weight copies, gradients of the head, and what a block needs
+    first block                   gradients of all other blocks, and what a block needs
+    input                         all gradients, and without FSDP 8·D·V for an embedding that is also the output matrix:
+                                  the gradient of the lookup in fp32, and the sum of both
 
 With several micro-batches, and with ddp, whose buckets exist all the time, all gradients are there in each of them.
 
@@ -128,7 +132,13 @@ def rank_memory(
         total = stage.parameters.total
         weights = -(-4 * total // plan.shard)
         states = -(-4 * optimizer_states(optimizer, *stage.parameters) // plan.shard)
-        gathered = 2 * (stage.outside + stage.head) + 10 * stage.largest_block if plan.shard > 1 else 0
+        outer, last, layer = stage.outside, stage.head, stage.largest_block
+        at_start = at_block = 0
+        at_end = 8 * stage.tied
+        if plan.shard > 1:
+            at_start = 2 * outer + 2 * layer
+            at_block = 2 * (outer + last) + 10 * layer
+            at_end = 4 * outer + max(2 * outer, 4 * last) + 4 * layer
         kept = min(micro_batches, plan.pipeline - number) * (outside + sum(block.kept for block in blocks))
         copies = sum(block.copies for block in blocks)
         recomputed = max(block.backward - block.kept for block in blocks)
@@ -139,9 +149,10 @@ def rank_memory(
         else:
             ready = 0
         moments = {
-            "start of the backward pass": ready + kept + copies + own_loss,
-            "last block": head + kept + (0 if checkpointing else copies) + recomputed,
-            "first block": rest + max(block.backward for block in blocks),
+            "start of the backward pass": ready + kept + copies + own_loss + at_start,
+            "last block": head + kept + (0 if checkpointing else copies) + recomputed + at_block,
+            "first block": rest + max(block.backward for block in blocks) + at_block,
+            "input": weights + at_end,
         }
         peak_at = max(moments, key=lambda name: moments[name])
         memories.append(
@@ -150,11 +161,11 @@ def rank_memory(
                 gradients=weights,
                 optimizer=states,
                 weight_copies=copies,
-                gathered_layers=gathered,
+                gathered_layers=at_block,
                 activations=kept + recomputed,
                 loss=own_loss,
                 workspace=WORKSPACE_BYTES,
-                peak=weights + states + gathered + WORKSPACE_BYTES + moments[peak_at],
+                peak=weights + states + WORKSPACE_BYTES + moments[peak_at],
                 peak_at=peak_at,
                 stage=number,
             )
@@ -219,5 +230,6 @@ def _loss_bytes(config: ModelConfig, shape: BatchShape, plan: ParallelPlan) -> i
     columns = pad_classes(linear.outputs)
     logits, weights, hidden = rows_at_a_time(rows, columns) * columns, columns * linear.inputs, rows * linear.inputs
     if plan.shard > 1:
-        return head + 4 * weights + 2 * max(logits, weights) + 2 * hidden
+        padded = 2 * weights if columns > linear.outputs else 0
+        return head + padded + 4 * weights + 2 * max(logits, weights) + 2 * hidden
     return head + 4 * weights + max(4 * weights, 2 * weights + 2 * logits + 4 * hidden) + 2 * hidden
