@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -28,8 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from monoblock.accounting.parallel import ParallelPlan, divides_kv_heads, narrow_block
-from monoblock.config.model import EmbeddingConfig, ModelConfig
+from monoblock.accounting.parallel import ParallelPlan, divides_kv_heads, narrow_model
+from monoblock.config.model import ModelConfig
 from monoblock.config.parts import CheckpointMode
 from monoblock.kernels import linear_cross_entropy as fused_loss
 from monoblock.nn.attention import Attention
@@ -251,23 +250,6 @@ def gpu_kernels(tracker: AllocationTracker, *, is_split: bool = False) -> Iterat
         stack.enter_context(mock.patch("monoblock.nn.attention.supports_causal_attention", _never))
         stack.enter_context(mock.patch("monoblock.kernels.cpu.autograd.is_eager_training", _never))
         yield
-
-
-def narrow_model(config: ModelConfig, tensor: int) -> ModelConfig:
-    """Return the model that one rank of a tensor-parallel group computes, with its part of heads and vocabulary."""
-    if tensor == 1:
-        return config
-    assert isinstance(config.input, EmbeddingConfig)
-    stacks = {
-        name: replace(
-            stack,
-            pattern=tuple(
-                replace(run, blocks=tuple(narrow_block(block, tensor) for block in run.blocks)) for run in stack.pattern
-            ),
-        )
-        for name, stack in config.stacks.items()
-    }
-    return replace(config, **stacks, input=replace(config.input, vocab=-(-config.input.vocab // tensor)))
 
 
 def step_peak_bytes(

@@ -68,7 +68,7 @@ CASES = [
     ),
 ]
 MODES = {"": False, ", selectively checkpointed": "selective", ", checkpointed": True}
-SMOKE_CASE = Case("a toy", llama(vocab=512, width=64, depth=2, heads=4, hidden=128, context=64), 2, 64)
+SMOKE_CASE = Case("a toy", llama(vocab=512, width=64, depth=2, heads=8, hidden=128, context=64), 2, 64)
 
 
 # -- one GPU ---------------------------------------------------------------------------------------------------------

@@ -9,13 +9,11 @@ import torch
 import torch.nn.functional as F
 from support import random_pixels, random_tokens
 
-from monoblock.accounting import attention_tiles
 from monoblock.accounting.activations import block_activations, kept_activations
-from monoblock.accounting.attention_tiles import count_tiles
 from monoblock.accounting.flops import BatchShape
 from monoblock.accounting.memory import activation_bytes, attention_matrix_bytes, stored_bytes
 from monoblock.accounting.report import account
-from monoblock.accounting.saved_activations import FLEX_FROM
+from monoblock.accounting.saved_activations import BANDED_FROM, FLEX_FROM, TILE, is_sparse
 from monoblock.config.families import bert, gpt, llama, t5, vaswani
 from monoblock.config.knobs import rebuild, vary
 from monoblock.config.model import (
@@ -495,13 +493,12 @@ BANDED = {
 
 @pytest.mark.parametrize("config", BANDED.values(), ids=list(BANDED))
 def test_banded_attention_saves_neither_weights_nor_a_matrix(config, minimal_kernels):
-    """What FlexAttention does not support; the mask of the tiles is kept beside what autograd saves."""
+    """What FlexAttention does not support."""
     costs = account(config).training_bytes(1, LONG, dtype="fp32")
     assert costs.attention_matrices == 0
-    (sparse,) = {block.attention for block in config.decoder.layers()}
     model, ids = Transformer(config).train(), random_tokens(1, LONG)
     saved, out = saved_bytes(lambda: model(ids), model)
-    assert costs.activations == saved + 8 * out.numel() + count_tiles(sparse, LONG).query_key_pairs + LONG
+    assert costs.activations == saved + 8 * out.numel()
 
 
 SPARSE = {
@@ -519,24 +516,12 @@ SPARSE = {
 
 @pytest.mark.parametrize("length", [500, 640, 4096, 5001])
 @pytest.mark.parametrize("options", SPARSE.values(), ids=list(SPARSE))
-def test_the_tiles_that_are_counted_are_those_that_are_computed(options, length):
+def test_banded_attention_is_accounted_where_it_runs(options, length):
     config, tokens = AttentionConfig(heads=1, **options), arange_positions(length)
     mask, q = mask_from_config(config).resolve(tokens, tokens), torch.zeros(1)
     is_used = attention.BANDED.supports(q, q, q, AttentionContext(mask), attention.PLAIN)
-    plan, counted = tile_plan.plan_tiles(mask) if is_used else None, count_tiles(config, length)
-    if plan is None:
-        assert counted is None or mask.kind != "dense"
-        return
-    for name in ("TILE_SIZES", "COPY_COST", "MAX_DENSITY"):
-        assert getattr(attention_tiles, name) == getattr(tile_plan, name)
-    assert attention_tiles.BANDED_FROM == attend_banded.BANDED_MIN_QUERIES
-    (chunks,) = plan.rows
-    used = sum(
-        int((chunk.visible & ~chunk.blind).unflatten(-1, (-1, plan.tile)).any((1, 2, 4)).sum()) for chunk in chunks
-    )
-    assert (plan.tile, used) == counted
-    if length > 4000:  # a chunk has as many key tiles as its densest query tile
-        assert plan.num_pairs <= 1.2 * counted.query_key_pairs
+    assert is_sparse(config, length) == (is_used and tile_plan.plan_tiles(mask) is not None)
+    assert (attend_banded.BANDED_MIN_QUERIES, tile_plan.TILE_SIZES[0]) == (BANDED_FROM, TILE)
 
 
 # -- the cache -------------------------------------------------------------------------------------------------------

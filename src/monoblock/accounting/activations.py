@@ -27,8 +27,11 @@ saved once for each block, because the kernel converts it to floats. With 128 to
 which saves no mask.
 
 Parallel attention and feed-forward read the same tensor, which is counted once. With checkpointing only the input of
-each block is saved, with selective checkpointing also the outputs of its products (kept_activations.py), plus the
-other activations of the largest block while it is recomputed. Workspaces, fragmentation and token ids are not counted.
+each block is kept, with selective checkpointing also the outputs of its matrices (also of each expert and the router)
+and of a fused attention kernel, with its log-sum-exp; plus the other activations of the largest block while it is
+recomputed. Selective checkpointing recomputes attention without such a kernel, and FlexAttention, which is compiled, so
+that checkpointing does not see it. A block with batch norms is recomputed entirely or not at all. Workspaces,
+fragmentation, token ids and the mask of the tiles of banded attention are not counted.
 
 This is exact in fp32 for kernels that save no more than they need. CPU kernels save more: rms_norm its normalized
 elements, dropout four bytes an element, and attention all weights if they have dropout or a learned bias; FlexAttention
@@ -39,20 +42,27 @@ are still fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from monoblock.accounting.flops import BatchShape, iterate_inputs
-from monoblock.accounting.kept_activations import block_mode, product_outputs
-from monoblock.accounting.parameters import count_blocks, count_norms, head_linears, patch_linear, projection_linear
+from monoblock.accounting.parameters import (
+    attention_linears,
+    count_blocks,
+    count_norms,
+    feedforward_linears,
+    head_linears,
+    patch_linear,
+    projection_linear,
+    router_linear,
+)
 from monoblock.accounting.saved_activations import (
+    NOTHING,
     SavedActivations,
-    add_activations,
     attention_activations,
+    choose_kernel,
     norm_activations,
-    scale_activations,
     shared_attention_activations,
 )
 from monoblock.config.model import (
+    AttentionConfig,
     BlockConfig,
     EmbeddingConfig,
     FeedForwardConfig,
@@ -62,9 +72,11 @@ from monoblock.config.model import (
     ModelConfig,
     PatchConfig,
     RecurrentConfig,
-    StackConfig,
 )
 from monoblock.config.parts import SEQUENCE_HEADS, CheckpointMode
+from monoblock.errors import ConfigError
+
+CHECKPOINT_MODES: tuple[CheckpointMode, ...] = (False, "selective", True)  # from most to least memory
 
 # Activation -> the number of tensors that only it saves, and whether it saves its output, as the next layer does too.
 ACTIVATION_TENSORS = {
@@ -85,7 +97,7 @@ ACTIVATION_TENSORS = {
 
 def feedforward_activations(feedforward: FeedForwardConfig, width: int, rows: int) -> SavedActivations:
     if not feedforward.hidden:
-        return SavedActivations()
+        return NOTHING
     experts = feedforward.experts
     routed_rows = rows * experts.top_k if experts else rows
     saved = SavedActivations(
@@ -103,7 +115,7 @@ def feedforward_activations(feedforward: FeedForwardConfig, width: int, rows: in
     router = SavedActivations(
         rows * (width + scores[experts.router]) + routed_rows * (2 * width + 1), raw_bytes=24 * routed_rows
     )
-    return add_activations(saved, router)
+    return saved + router
 
 
 def _count_hidden_tensors(feedforward: FeedForwardConfig) -> int:
@@ -121,7 +133,7 @@ def block_activations(block: BlockConfig, shape: BatchShape, length: int, *, fus
     """
     rows, width = shape.batch * length, block.width
     saved = [
-        scale_activations(count_norms(block), norm_activations(block.norm, rows, width)),
+        norm_activations(block.norm, rows, width) * count_norms(block),
         attention_activations(block.attention, width, shape.batch, length, length, fused=fused),
         feedforward_activations(block.feedforward, width, rows),
     ]
@@ -134,7 +146,56 @@ def block_activations(block: BlockConfig, shape: BatchShape, length: int, *, fus
         saved.append(SavedActivations(sublayers * rows * width))
     if block.dropout > 0:
         saved.append(SavedActivations(raw_bytes=sublayers * rows * width))
-    return add_activations(*saved)
+    return sum(saved, NOTHING)
+
+
+# -- checkpointing -----------------------------------------------------------------------------------------------------
+
+
+def block_mode(block: BlockConfig, checkpointing: CheckpointMode) -> CheckpointMode:
+    """Return how a block is recomputed: with batch norms entirely or not at all."""
+    if checkpointing not in CHECKPOINT_MODES:
+        raise ConfigError(f"checkpointing={checkpointing!r} is not one of {', '.join(map(repr, CHECKPOINT_MODES))}")
+    norms = [block.norm, *(a.qk_norm for a in (block.attention, block.cross) if a is not None)]
+    has_statistics = any(norm is not None and norm.kind == "batch" for norm in norms)
+    return bool(checkpointing) if has_statistics else checkpointing
+
+
+def recomputes_attention(attention: AttentionConfig, width: int, length: int) -> bool:
+    """Return whether selective checkpointing recomputes self-attention, because it has no kernel that can be kept."""
+    return choose_kernel(attention, width, length, length, fused=True) != "fused"
+
+
+def product_outputs(block: BlockConfig, shape: BatchShape, length: int, *, fused: bool = False) -> SavedActivations:
+    """Count the outputs of the products of a block, which selective checkpointing keeps."""
+    outputs = [
+        _attention_outputs(block.attention, block.width, shape.batch, length, length, fused=fused),
+        _feedforward_outputs(block, shape.batch * length),
+    ]
+    if block.cross:
+        outputs.append(_attention_outputs(block.cross, block.width, shape.batch, length, shape.source, fused=fused))
+    return sum(outputs, NOTHING)
+
+
+def _attention_outputs(
+    attention: AttentionConfig, width: int, batch: int, queries: int, keys: int, *, fused: bool
+) -> SavedActivations:
+    query, key, value, output = attention_linears(attention, width)
+    kernel = choose_kernel(attention, width, queries, keys, fused=fused)
+    elements = queries * (query.outputs + output.outputs) + keys * (key.outputs + value.outputs)
+    if kernel != "fused":
+        return SavedActivations(batch * elements)
+    return SavedActivations(
+        batch * (elements + queries * output.inputs), fp32_elements=batch * attention.heads * queries
+    )
+
+
+def _feedforward_outputs(block: BlockConfig, rows: int) -> SavedActivations:
+    experts, router = block.feedforward.experts, router_linear(block.feedforward, block.width)
+    outputs = sum(linear.outputs for linear in feedforward_linears(block.feedforward, block.width))
+    if experts is None or router is None:
+        return SavedActivations(rows * outputs)
+    return SavedActivations(rows * (experts.top_k * outputs + router.outputs))
 
 
 def kept_activations(
@@ -145,25 +206,8 @@ def kept_activations(
     if not mode:
         return block_activations(block, shape, length, fused=fused)
     block_input = SavedActivations(shape.batch * length * block.width)
-    outputs = product_outputs(block, shape, length, fused=fused) if mode == "selective" else SavedActivations()
-    return add_activations(block_input, outputs)
-
-
-def _stack_activations(
-    stack: StackConfig, shape: BatchShape, length: int, fused: bool, checkpointing: CheckpointMode
-) -> tuple[SavedActivations, SavedActivations]:
-    """Return what all blocks keep, and what is saved in addition while the largest block is recomputed."""
-    kept, recomputed = [], []
-    for block, count in count_blocks(stack).items():
-        own = kept_activations(block, shape, length, checkpointing=checkpointing, fused=fused)
-        kept.append(scale_activations(count, own))
-        all_saved = block_activations(block, shape, length, fused=fused)
-        recomputed.append(add_activations(all_saved, scale_activations(-1, own)))
-    return add_activations(*kept), _largest(recomputed)
-
-
-def _largest(activations: Iterable[SavedActivations]) -> SavedActivations:
-    return max(activations, key=lambda saved: saved.elements + saved.attention_elements)
+    outputs = product_outputs(block, shape, length, fused=fused) if mode == "selective" else NOTHING
+    return block_input + outputs
 
 
 # -- a whole model -----------------------------------------------------------------------------------------------------
@@ -192,14 +236,14 @@ def input_activations(config: ModelConfig, shape: BatchShape) -> SavedActivation
             saved.append(SavedActivations(1))
         saved.append(norm_activations(input_config.norm, rows, size))
         saved.append(SavedActivations(raw_bytes=rows * size if input_config.dropout > 0 else 0))
-    return add_activations(*saved)
+    return sum(saved, NOTHING)
 
 
 def head_activations(config: ModelConfig, shape: BatchShape, *, with_logits: bool = True) -> SavedActivations:
     """Count the activations that the head saves, `with_logits` also the logits and their log-softmax for the loss."""
     head = config.head
     if head is None:
-        return SavedActivations()
+        return NOTHING
     saved = [_pooling_activations(config, head, shape)]
     for index, linear in enumerate(head_linears(config)):
         rows = shape.batch * (shape.target if linear.applied_to == "tokens" else 1)
@@ -214,7 +258,7 @@ def head_activations(config: ModelConfig, shape: BatchShape, *, with_logits: boo
             saved.append(SavedActivations(raw_bytes=rows * linear.inputs if head.dropout > 0 else 0))
         elif linear.name == "transform" and head.transform:
             saved.append(SavedActivations(ACTIVATION_TENSORS[head.transform][0] * rows * linear.outputs))
-    return add_activations(*saved)
+    return sum(saved, NOTHING)
 
 
 def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShape) -> SavedActivations:
@@ -225,7 +269,7 @@ def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShap
     """
     saves_input = head.kind != "pooled" or head.pooler != "none" or head.normalize or head.project is not None
     if head.kind not in SEQUENCE_HEADS or not saves_input:
-        return SavedActivations()
+        return NOTHING
     positions = shape.target if head.pooling != "mean" else 0
     is_last = (head.kind == "pooled" and head.project is None) or head.dropout > 0  # no matrix saves the output
     tensors, saves_output = ACTIVATION_TENSORS["identity" if head.pooler == "none" else head.pooler]
@@ -235,30 +279,43 @@ def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShap
     return SavedActivations(shape.batch * ((positions + vectors) * config.width + (2 if head.normalize else 0)))
 
 
+def outside_activations(config: ModelConfig, shape: BatchShape, *, fused: bool, recomputed: bool) -> SavedActivations:
+    """Count the activations of inputs and of the norms of stacks, and what the blocks of a stack share."""
+    saved = [input_activations(config, shape)]
+    for name, stack in config.stacks.items():
+        length = shape.length(name)
+        saved.append(norm_activations(stack.norm, shape.batch * length, stack.width))
+        saved += [
+            shared_attention_activations(attention, stack.width, length, fused=fused, recomputed=recomputed)
+            for attention in {block.attention for block in count_blocks(stack)}
+        ]
+    if config.family == "encoder-decoder":  # the encoder output, which the cross-attention of all blocks reads
+        saved.append(SavedActivations(shape.batch * shape.source * config.width))
+    return sum(saved, NOTHING)
+
+
 def model_activations(
     config: ModelConfig, shape: BatchShape, *, fused: bool = False, checkpointing: CheckpointMode = False
 ) -> SavedActivations:
     """Count the activations that are saved at the end of the forward pass.
 
-    With checkpointing, count those at the peak of the backward pass.  `fused` attention kernels save no attention
-    weights.
+    With checkpointing, count those at the peak of the backward pass: `recomputed` is the rest of a block.  `fused`
+    attention kernels save no attention weights.
     """
-    saved, recomputed = [input_activations(config, shape), head_activations(config, shape)], [SavedActivations()]
+    saved = [
+        outside_activations(config, shape, fused=fused, recomputed=bool(checkpointing)),
+        head_activations(config, shape),
+    ]
+    recomputed = []
     for name, stack in config.stacks.items():
-        length = shape.source if name == "encoder" else shape.target
-        saved.append(norm_activations(stack.norm, shape.batch * length, stack.width))
-        for attention in {block.attention for block in count_blocks(stack)}:
-            saved.append(
-                shared_attention_activations(
-                    attention, stack.width, length, fused=fused, recomputed=bool(checkpointing)
-                )
-            )
-        kept, largest = _stack_activations(stack, shape, length, fused, checkpointing)
-        saved.append(kept)
-        recomputed.append(largest)
-    if config.family == "encoder-decoder":  # the encoder output, which the cross-attention of all blocks reads
-        saved.append(SavedActivations(shape.batch * shape.source * config.width))
-    return add_activations(*saved, _largest(recomputed))
+        length = shape.length(name)
+        for block, times in count_blocks(stack).items():
+            kept = kept_activations(block, shape, length, checkpointing=checkpointing, fused=fused)
+            whole = block_activations(block, shape, length, fused=fused)
+            saved.append(kept * times)
+            recomputed.append(whole + kept * -1)
+    largest = max(recomputed, key=lambda saved: saved.elements + saved.attention_elements)
+    return sum(saved, largest)
 
 
 def lstm_activations(config: RecurrentConfig, shape: BatchShape) -> SavedActivations:
@@ -268,13 +325,9 @@ def lstm_activations(config: RecurrentConfig, shape: BatchShape) -> SavedActivat
     a vector for each pair of positions.
     """
     width, rows, source_rows = config.width, shape.batch * shape.target, shape.batch * shape.source
-    saved = SavedActivations(rows * config.depth * 7 * width + rows * width)
+    elements, pairs = rows * (config.depth * 7 + 1) * width, 0
     if config.kind == "encoder_decoder":
-        encoder = SavedActivations(source_rows * 2 * config.depth * 7 * width + source_rows * 3 * width)
-        attention = SavedActivations(rows * 6 * width)
-        if config.attention:
-            pairs = rows * shape.source
-            attention = add_activations(attention, SavedActivations(pairs * width, attention_elements=pairs))
-        saved = add_activations(saved, encoder, attention)
+        pairs = rows * shape.source if config.attention else 0
+        elements += source_rows * (2 * config.depth * 7 + 3) * width + (6 * rows + pairs) * width
     logits = rows * (config.target_vocab or config.vocab)
-    return add_activations(saved, SavedActivations(logits, fp32_elements=logits))
+    return SavedActivations(elements + logits, attention_elements=pairs, fp32_elements=logits)

@@ -23,14 +23,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monoblock.accounting.flops import BatchShape
-from monoblock.accounting.parallel import ParallelPlan
-from monoblock.accounting.rank_activations import AUTOCAST, SHARDED
-from monoblock.accounting.rank_segments import model_segments, split_stages
+from monoblock.accounting.parallel import ParallelPlan, split_stages
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import CheckpointMode
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Transfer:
     """What a rank sends along one dimension of the plan in a step."""
 
@@ -54,15 +52,6 @@ def all_gather_bytes(size: int, ranks: int) -> int:
     return size * (ranks - 1) // ranks
 
 
-def count_tensor_all_reduces(config: ModelConfig, *, checkpointing: CheckpointMode) -> dict[str, int]:
-    """Count the all-reduces of a tensor-parallel group in a pass, by stack; those of embedding and head are `ends`."""
-    passes = 3 if checkpointing else 2
-    counts = {
-        name: passes * sum(len(block.sublayers) for block in stack.layers()) for name, stack in config.stacks.items()
-    }
-    return {**counts, "ends": 2}
-
-
 def step_transfers(
     config: ModelConfig,
     shape: BatchShape,
@@ -73,17 +62,12 @@ def step_transfers(
     gpus_per_node: int,
 ) -> list[Transfer]:
     """Return what a rank of the largest pipeline stage sends in a step of `micro_batches` passes."""
-    segments = model_segments(config, shape, plan)
-    stages = split_stages(segments, plan.pipeline)
-    parameters = max(sum(segment.parameters.total for segment in stage) for stage in stages)
-    sent = {
+    parameters = max(stage.parameters.total for stage in split_stages(config, plan))
+    hidden = shape.batch * shape.target * config.width
+    gathers = 2 * all_gather_bytes(2 * parameters, plan.shard) + all_gather_bytes(4 * parameters, plan.shard)
+    sent = {  # dimension -> the operation, its bytes, and whether it overlaps with the computation
         "data": ("all-reduce of gradients", all_reduce_bytes(4 * parameters, plan.data), True),
-        "shard": (
-            "all-gather of weights, reduce-scatter of gradients",
-            micro_batches * (2 * all_gather_bytes(2 * parameters, plan.shard))
-            + micro_batches * all_gather_bytes(4 * parameters, plan.shard),
-            True,
-        ),
+        "shard": ("all-gather of weights, reduce-scatter of gradients", micro_batches * gathers, True),
         "tensor": (
             "all-reduce of hidden states",
             micro_batches * _tensor_bytes(config, shape, plan, checkpointing),
@@ -91,31 +75,21 @@ def step_transfers(
         ),
         "pipeline": (
             "hidden states to the next stage, gradients back",
-            micro_batches * 2 * (SHARDED if plan.shard > 1 else AUTOCAST).stream * _hidden_elements(config, shape),
+            micro_batches * 2 * plan.stream_bytes * hidden,
             False,
         ),
     }
     return [
-        Transfer(
-            dimension=dimension,
-            operation=operation,
-            bytes=size,
-            between_nodes=plan.crosses_nodes(dimension, gpus_per_node),
-            overlaps=overlaps,
-        )
+        Transfer(dimension, operation, size, plan.crosses_nodes(dimension, gpus_per_node), overlaps)
         for dimension, (operation, size, overlaps) in sent.items()
         if getattr(plan, dimension) > 1
     ]
 
 
-def _hidden_elements(config: ModelConfig, shape: BatchShape) -> int:
-    return shape.batch * shape.target * config.width
-
-
 def _tensor_bytes(config: ModelConfig, shape: BatchShape, plan: ParallelPlan, checkpointing: CheckpointMode) -> int:
-    counts = count_tensor_all_reduces(config, checkpointing=checkpointing)
-    total = 0
-    for name, count in counts.items():
-        length = shape.source if name == "encoder" else shape.target
-        total += count * all_reduce_bytes(2 * shape.batch * length * config.width, plan.tensor)
-    return -(-total // plan.pipeline)
+    """Return the bytes of the all-reduces of a pass: of each sublayer two or three, and two of embedding and head."""
+    passes, rows = 3 if checkpointing else 2, 2 * shape.target
+    for name, stack in config.stacks.items():
+        length = shape.length(name)
+        rows += passes * length * sum(len(block.sublayers) for block in stack.layers())
+    return -(-all_reduce_bytes(2 * shape.batch * rows * config.width, plan.tensor) // plan.pipeline)

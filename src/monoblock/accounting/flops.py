@@ -63,6 +63,10 @@ class BatchShape(NamedTuple):
     source: int
     target: int
 
+    def length(self, stack: str) -> int:
+        """Return the length of the texts that a stack reads, the "encoder" or the "decoder"."""
+        return self.source if stack == "encoder" else self.target
+
 
 def resolve_batch_shape(
     config: ModelConfig | RecurrentConfig, batch: int = 1, length: int | None = None, target_length: int | None = None
@@ -223,7 +227,7 @@ def _input_flops(config: ModelConfig, shape: BatchShape) -> Iterator[tuple[str, 
 def _forward_flops(config: ModelConfig, shape: BatchShape, visible_only: bool) -> dict[str, int]:
     components = dict(_input_flops(config, shape))
     for stack_name, stack in config.stacks.items():
-        length = shape.source if stack_name == "encoder" else shape.target
+        length = shape.length(stack_name)
         blocks = stack_flops(stack, shape.batch, length, shape.source, visible_only=visible_only)
         components |= {f"{stack_name}.{name}": flops for name, flops in blocks.items()}
     components |= {f"head.{name}": flops for name, flops in head_flops(config, shape.batch, shape.target).items()}

@@ -25,6 +25,17 @@ TRAINING_DTYPES = ("fp32", "bf16", "fp16")
 OPTIMIZER_STATES = {"adamw": (2, 2), "adam": (2, 2), "muon": (1, 2), "momentum": (1, 1), "sgd": (0, 0)}
 
 
+def optimizer_states(optimizer: str, parameters: int, matrices: int) -> int:
+    """Count the fp32 states of all parameters, of which `matrices` are in the matrices of blocks."""
+    if optimizer not in OPTIMIZER_STATES:
+        raise ConfigError(
+            f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_STATES)}"
+            f"{did_you_mean(optimizer, OPTIMIZER_STATES)}"
+        )
+    matrix_states, other_states = OPTIMIZER_STATES[optimizer]
+    return matrix_states * matrices + other_states * (parameters - matrices)
+
+
 def stored_bytes(count: int, dtype: str) -> int:
     """Return the size of `count` elements of `dtype` in bytes, rounded up."""
     if dtype not in DTYPE_BITS:
@@ -129,11 +140,6 @@ def training_bytes(
     """
     if dtype not in TRAINING_DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not for training; write one of {', '.join(TRAINING_DTYPES)}")
-    if optimizer not in OPTIMIZER_STATES:
-        raise ConfigError(
-            f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_STATES)}"
-            f"{did_you_mean(optimizer, OPTIMIZER_STATES)}"
-        )
     if gpus < 1:
         raise ConfigError(f"gpus={gpus} is too small; write 1 or more")
     if isinstance(config, RecurrentConfig):
@@ -142,9 +148,7 @@ def training_bytes(
     else:
         count, matrices = sum(count_parameters(config).values()), model_matrix_weights(config)
         saved = model_activations(config, shape, fused=fused, checkpointing=checkpointing)
-    matrix_states, other_states = OPTIMIZER_STATES[optimizer]
-    master_weights = 0 if dtype == "fp32" else count
-    states = master_weights + matrix_states * matrices + other_states * (count - matrices)
+    states = optimizer_states(optimizer, count, matrices) + (0 if dtype == "fp32" else count)  # and master weights
     activations, attention = activation_bytes(saved, dtype)
     return TrainingBytes(
         weights=-(-stored_bytes(count, dtype) // gpus),

@@ -18,13 +18,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from monoblock.accounting.parameters import attention_linears, block_matrix_weights, block_parameters
-from monoblock.config.model import AttentionConfig, BlockConfig, Buckets, ModelConfig
+from monoblock.accounting.parameters import (
+    attention_linears,
+    block_matrix_weights,
+    block_parameters,
+    count_blocks,
+    count_parameters,
+)
+from monoblock.config.knobs import FieldValues, rebuild
+from monoblock.config.model import (
+    AttentionConfig,
+    BlockConfig,
+    Buckets,
+    EmbeddingConfig,
+    ModelConfig,
+)
 from monoblock.errors import ConfigError, did_you_mean
 
 GPUS_PER_NODE = 8
+VOCABULARY_TABLES = ("input.token", "target.token", "head.output")  # which a tensor-parallel group divides by rows
 
 
 class Strategy(NamedTuple):
@@ -70,6 +84,11 @@ class ParallelPlan:
     def batch_parts(self) -> int:
         """The number of ranks, or groups of ranks, that compute different parts of the batch."""
         return self.data * self.shard
+
+    @property
+    def stream_bytes(self) -> int:
+        """The bytes of an element of the residual stream: fp32 under autocast, 16 bits with FSDP."""
+        return 2 if self.shard > 1 else 4
 
     def crosses_nodes(self, dimension: str, gpus_per_node: int = GPUS_PER_NODE) -> bool:
         """Return whether the ranks of a group along a dimension are on more than one node."""
@@ -224,6 +243,20 @@ def narrow_block(block: BlockConfig, tensor: int) -> BlockConfig:
     )
 
 
+def narrow_model(config: ModelConfig, tensor: int) -> ModelConfig:
+    """Return the model that one rank of a tensor-parallel group computes, with a part of each block and vocabulary."""
+
+    def narrow(part: Any, values: FieldValues) -> None:
+        if isinstance(part, BlockConfig):
+            values.update(vars(narrow_block(part, tensor)))
+        elif isinstance(
+            part, EmbeddingConfig
+        ):  # the first ranks have whole rows of a table that does not divide evenly
+            values["vocab"] = -(-part.vocab // tensor)
+
+    return rebuild(config, narrow)
+
+
 def replicated_kv_heads(attention: AttentionConfig, tensor: int) -> int:
     """Count the key/value heads that a rank stores in addition to those of `narrow_block`."""
     return 0 if divides_kv_heads(attention, tensor) else attention.num_kv_heads - 1
@@ -248,3 +281,58 @@ def rank_block_parameters(block: BlockConfig, tensor: int) -> RankParameters:
         if isinstance(attention.positions, Buckets) and not attention.positions.shared:  # a table of all heads
             total += attention.positions.count * (attention.num_unpruned_heads - attention.heads // tensor)
     return RankParameters(total, matrices)
+
+
+class Stage(NamedTuple):
+    """A pipeline stage, or the whole model, as one rank of a tensor-parallel group has it."""
+
+    blocks: list[tuple[str, BlockConfig]]  # each with the name of its stack
+    parameters: RankParameters
+    largest_block: int  # its parameters
+    outside: int  # parameters outside the blocks
+    head: int  # those of the head, and of the embedding that is also its matrix
+    tied: int  # those of this embedding, if this stage has both of its uses
+
+
+def split_stages(config: ModelConfig, plan: ParallelPlan) -> list[Stage]:
+    """Divide a model: blocks evenly, the input to the first stage, the norm and the head to the last stage."""
+    blocks = [(name, *row) for name, stack in config.stacks.items() for row in stack.layers_with_ownership()]
+    sizes = {block: rank_block_parameters(block, plan.tensor) for _, block, _ in blocks}
+    inputs, norms, head, table = _outside_parameters(config, plan.tensor)
+    size, rest = divmod(len(blocks), plan.pipeline)
+    stages = []
+    for number in range(plan.pipeline):
+        start = number * size + min(number, rest)
+        own = blocks[start : start + size + (number < rest)]
+        is_last = number == plan.pipeline - 1
+        outside = (inputs if number == 0 else 0) + (norms + head if is_last else 0)
+        outside += table if is_last and number else 0  # the first stage and the last have a copy each
+        counts = [sizes[block] for _, block, owns in own if owns]
+        stages.append(
+            Stage(
+                [(name, block) for name, block, _ in own],
+                RankParameters(outside + sum(n.total for n in counts), sum(n.matrices for n in counts)),
+                max((n.total for n in counts), default=0),
+                outside,
+                head + table if is_last else 0,
+                table if plan.pipeline == 1 else 0,
+            )
+        )
+    return stages
+
+
+def _outside_parameters(config: ModelConfig, tensor: int) -> tuple[int, int, int, int]:
+    """Count the parameters of the inputs, of norms and shared biases of stacks, of the head, and of a tied table."""
+    whole, narrow = count_parameters(config), count_parameters(narrow_model(config, tensor))
+    counts = whole | {name: narrow[name] for name in VOCABULARY_TABLES if name in narrow}
+    blocks = sum(
+        times * sum(block_parameters(block).values())
+        for stack in config.stacks.values()
+        for block, times in count_blocks(stack, owned_only=True).items()
+    )
+    inputs, stacks, head = (
+        sum(count for name, count in counts.items() if name.startswith(prefixes))
+        for prefixes in (("input.", "target."), ("encoder.", "decoder."), "head.")
+    )
+    is_tied = config.tie in ("output", "three_way")
+    return inputs, stacks - blocks, head, counts.get("target.token", counts["input.token"]) if is_tied else 0

@@ -1,32 +1,48 @@
-"""The peak memory of a training step on one rank, as PyTorch's allocator counts it.
+"""The peak memory of a training step on one rank, in closed forms that can be checked by hand.
 
 The trainer keeps fp32 weights and computes under autocast in 16 bits. FSDP keeps fp32 shards and gathers the weights of
-one layer at a time in 16 bits. A rank therefore holds
+a block at a time in 16 bits. With p parameters on the rank (of its pipeline stage, and its part of every block), s
+shards, N tokens of a micro-batch, width D, V classes, and r = 4 bytes an element of the residual stream (FSDP: 2), a
+rank holds
 
-    weights, gradients     4 bytes a parameter each, divided by the number of shards; with ddp the gradients are views
-                           of buckets, which exist all the time
-    optimizer              4 bytes for each state (two with AdamW), likewise
-    weight copies          without FSDP: 2 bytes for each weight of a matrix, from the forward pass to its backward pass
-    weight copies          with FSDP: 2 bytes for each weight of matrices that nn/linear.py joins to one product
-    gathered layers        with FSDP: two blocks, the embedding and the head in 16 bits, and the buffers of the
-                           gradients of one block: 2 bytes a weight, and 4 while they are summed over the ranks
-    activations            what activations.py counts, with 16-bit inputs of matrices; without FSDP the residual stream
-                           and so the input of every norm is fp32; with FSDP it has 16 bits, but an RMS norm saves its
-                           input in fp32 and its normalized input
-      checkpointing        the input of each block, with selective checkpointing also the outputs of its products, as
-                           kept_activations.py counts them; the rest of a block while it is recomputed; and a bias on
-                           the scores in fp32, which recomputed blocks hold to the end
-    loss                   with tp and pp, and with few classes: the fp32 log-softmax, and two gradients of that size at
-                           the start of the backward pass; otherwise it is computed together with the last matrix
-                           product (fused_loss.py): the logits of a part of the tokens in 16 bits in the forward pass,
-                           the gradients of the product until the backward pass, and there two of each
+    weights, gradients    4·p/s bytes each
+    optimizer             4·p/s for each state, of which AdamW has two
+    weight copies         without FSDP: 2 for each weight in matrices of blocks, from the forward to the backward pass;
+                          with full checkpointing only in the forward pass, with selective checkpointing never
+    gathered layers       with FSDP: 2 for each of o weights outside the blocks and, for a block of b weights, 2·b in
+                          the forward pass; 10·b in the backward pass, where two blocks are gathered, one has gradients
+                          in 16 bits, and those of another are summed over the ranks in fp32; there the gradients of the
+                          h weights of the head wait in 16 bits, 2·h; at the end those of all o weights are summed, 4·o
+                          more (if tied, those of both uses and their sum: 4·h), when the two blocks still exist, 4·b
+    activations           what activations.py counts, in 16 bits; but norms save their input in fp32, 2·N·D bytes more,
+                          and with FSDP an RMS norm also its normalized input, 4·N·D more; and cross-attention converts
+                          the encoder output twice
+      checkpointing       of a block r·N·D for its input, with selective checkpointing also the outputs of its products
+      pipeline            those of p - i micro-batches in stage i of p stages, counted from 0 (the schedule 1F1B)
+    a block, backward     all activations of a block, while it is recomputed also its weight copies, and the gradients
+                          of its F hidden features, 2·N·F bytes each (the gradient of the residual stream takes the
+                          place of the input of the next norm); with FSDP at least 28·N·D for the RMS norm after the
+                          last block, which has seven fp32 tensors
+    loss, stored          12·N·V bytes: the log-softmax and two gradients of that size, in fp32; 2·D·V for a weight copy
+    loss, fused           4·D·V: the gradient of the last weight, from the forward pass on; also in the forward pass 2
+                          for each of at most 2**29 logits, and 2·D·V for a weight copy; or in the backward pass 4·D·V,
+                          because the gradient is multiplied (with FSDP: 2·D·V, because it is converted, and 2·D·V for
+                          a weight copy if V is padded); and the input of the product
 
-The peak is smaller than the sum, because the backward pass releases the activations of a layer when it computes its
-gradients. `find_peak` goes through the backward pass layer by layer and takes the largest total. A pipeline stage holds
-the activations of as many micro-batches as there are stages from it on (the schedule 1F1B).
+The backward pass exchanges the activations of one block after the other for its gradients, so that the total is largest
+at one of its ends. The peak is weights and optimizer, and the largest of these, each with the layers gathered there:
 
-Not counted: the CUDA context, buffers of NCCL and memory lost to fragmentation, which PyTorch does not count as
-allocated either. The step is not compiled.
+    start of the backward pass    activations, weight copies, and the loss
+    last block                    activations, weight copies, gradients of the head, and what a block needs
+    first block                   gradients of all other blocks, and what a block needs
+    input                         all gradients, and without FSDP 8·D·V for an embedding that is also the output matrix:
+                                  the gradient of the lookup in fp32, and the sum of both
+
+With several micro-batches, and with ddp, whose buckets exist all the time, all gradients are there in each of them.
+
+tests/accounting/test_planned_memory.py compares this with measured peaks, within 10 %. Not counted: the CUDA context,
+buffers of NCCL and memory lost to fragmentation, which PyTorch does not count as allocated either. The step is not
+compiled.
 """
 
 from __future__ import annotations
@@ -34,20 +50,32 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from monoblock.accounting.activations import (
+    block_activations,
+    block_mode,
+    head_activations,
+    kept_activations,
+    outside_activations,
+)
 from monoblock.accounting.flops import BatchShape
-from monoblock.accounting.memory import OPTIMIZER_STATES
-from monoblock.accounting.parallel import ParallelPlan, RankParameters
-from monoblock.accounting.rank_segments import Segment, count_outside_blocks, model_segments, split_stages, tied_table
-from monoblock.config.model import ModelConfig
+from monoblock.accounting.fused_loss import fuses_loss, output_linear, pad_classes, rows_at_a_time
+from monoblock.accounting.memory import activation_bytes, optimizer_states
+from monoblock.accounting.parallel import ParallelPlan, narrow_block, narrow_model, rank_block_parameters, split_stages
+from monoblock.accounting.parameters import count_norms
+from monoblock.accounting.saved_activations import SavedActivations
+from monoblock.config.model import BlockConfig, ModelConfig, NormConfig
 from monoblock.config.parts import CheckpointMode
-from monoblock.errors import ConfigError, did_you_mean
 
 WORKSPACE_BYTES = 32 * 2**20  # cuBLAS on a Hopper GPU
+RMS_NORM_BYTES = 28  # an element: seven fp32 tensors, in the backward pass of an RMS norm of 16-bit input
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of a training step on one rank, in bytes; `peak` is its largest total, in the phase `peak_at`."""
+    """The memory of a training step on one rank, in bytes; `peak` is its largest total, in the phase `peak_at`.
+
+    `activations` includes what the backward pass of a block needs; not all parts exist at the peak.
+    """
 
     weights: int
     gradients: int
@@ -70,77 +98,12 @@ class RankMemory:
         return asdict(self)
 
 
-# -- the peak ----------------------------------------------------------------------------------------------------------
+class BlockBytes(NamedTuple):
+    """The bytes of a block in a step, besides its state."""
 
-
-def find_peak(
-    segments: list[Segment], base: int, *, buffers: LayerBuffers, in_flight: int, shards: int, accumulated: bool
-) -> tuple[int, str]:
-    """Return the largest total of a step, in bytes, and the phase in which it is reached.
-
-    base: the memory that is in use all the time.
-    buffers: those of FSDP.
-    in_flight: the number of micro-batches whose activations a pipeline stage holds.
-    accumulated: whether all gradients exist from the start: those of earlier micro-batches, or the buckets of ddp.
-    """
-    gradients = {
-        segment.name: -(-4 * (segment.parameters.total + segment.tied_gradients) // shards) for segment in segments
-    }
-    kept = sum(segment.saved + segment.copies for segment in segments)
-    live = kept + (in_flight - 1) * sum(segment.saved for segment in segments)
-    ready = sum(gradients.values()) if accumulated else 0
-    forward = sum(segment.cached_copies + segment.forward_working for segment in segments)
-    totals = [(base + ready + live + forward + buffers.layer, "the end of the forward pass")]
-    is_summing = False
-    for segment in reversed(segments):
-        own = 0 if accumulated else gradients[segment.name]
-        at_start = segment.recomputed + segment.working + buffers.at_start(segment, is_summing)
-        totals.append((base + ready + live + at_start, segment.name))
-        ready += own
-        live -= segment.saved + segment.copies
-        at_end = segment.end_working + buffers.at_end(segment, is_summing)
-        totals.append((base + ready + live + at_end, segment.name))
-        is_summing = is_summing or segment.is_block
-    return max(totals)
-
-
-class LayerBuffers(NamedTuple):
-    """The buffers of FSDP in bytes: all the time, and in addition in the phases of a step."""
-
-    root: int = 0  # embedding and head, gathered
-    head: int = 0  # the gradient of the head, which waits for that of the embedding
-    layer: int = 0  # a gathered block
-
-    @property
-    def block(self) -> int:
-        """Two gathered blocks, the gradients of one in 16 bits and of another in fp32."""
-        return 5 * self.layer
-
-    def at_start(self, segment: Segment, is_summing: bool) -> int:
-        """Return the buffers at the start of the backward pass of a segment, while a later block is being summed."""
-        return self.head + (2 if segment.is_block else 1) * self.layer + (2 * self.layer if is_summing else 0)
-
-    def at_end(self, segment: Segment, is_summing: bool) -> int:
-        """Return the buffers at its end, with the gradients of a block, or at the very end of all others."""
-        if segment.name == "input":
-            return 2 * self.layer + max(2 * self.root, self.root + 2 * self.head)
-        return self.at_start(segment, is_summing) + (self.layer if segment.is_block else 0)
-
-
-def layer_buffers(segments: list[Segment], shards: int) -> LayerBuffers:
-    """Return the buffers of FSDP.
-
-    A block and the next one are gathered in 16 bits; in the backward pass also the 16-bit gradients of the block exist,
-    and the fp32 gradients of the block before, which are being summed. The gradients of the head wait in 16 bits. At
-    the very end the gradients of embedding and head exist in 16 bits and in fp32, when these layers are no longer
-    gathered; if they are tied, before that those of both and their sum.
-    """
-    if shards == 1:
-        return LayerBuffers()
-    largest = max((segment.parameters.total for segment in segments if segment.is_block), default=0)
-    root = sum(segment.parameters.total for segment in segments if not segment.is_block)
-    head = sum(segment.parameters.total + segment.tied_gradients for segment in segments if segment.name == "loss")
-    return LayerBuffers(2 * root, 2 * head, 2 * largest)
+    kept: int  # activations from the forward to the backward pass
+    copies: int  # 16-bit copies of its weights
+    backward: int  # what its backward pass needs: all activations, their gradients, and recomputed copies
 
 
 def rank_memory(
@@ -156,54 +119,117 @@ def rank_memory(
 
     `shape.batch` is the number of sequences in a micro-batch of a rank, or of a tensor-parallel group.
     """
-    if optimizer not in OPTIMIZER_STATES:
-        raise ConfigError(
-            f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_STATES)}"
-            f"{did_you_mean(optimizer, OPTIMIZER_STATES)}"
+    stages = split_stages(config, plan)
+    sizes = {
+        key: _block_bytes(key[1], shape, shape.length(key[0]), plan, checkpointing)
+        for stage in stages
+        for key in set(stage.blocks)
+    }
+    outside, loss = _outside_bytes(config, shape, plan, checkpointing), _loss_bytes(config, shape, plan)
+    memories = []
+    for number, stage in enumerate(stages):
+        blocks = [sizes[key] for key in stage.blocks]
+        total = stage.parameters.total
+        weights = -(-4 * total // plan.shard)
+        states = -(-4 * optimizer_states(optimizer, *stage.parameters) // plan.shard)
+        outer, last, layer = stage.outside, stage.head, stage.largest_block
+        at_start = at_block = 0
+        at_end = 8 * stage.tied
+        if plan.shard > 1:
+            at_start = 2 * outer + 2 * layer
+            at_block = 2 * (outer + last) + 10 * layer
+            at_end = 4 * outer + max(2 * outer, 4 * last) + 4 * layer
+        kept = min(micro_batches, plan.pipeline - number) * (outside + sum(block.kept for block in blocks))
+        copies = sum(block.copies for block in blocks)
+        recomputed = max(block.backward - block.kept for block in blocks)
+        own_loss = loss if number == plan.pipeline - 1 else 0
+        head, rest = (-(-4 * count // plan.shard) for count in (stage.head, total - stage.largest_block))
+        if micro_batches > 1 or plan.data > 1:
+            ready = head = rest = weights
+        else:
+            ready = 0
+        moments = {
+            "start of the backward pass": ready + kept + copies + own_loss + at_start,
+            "last block": head + kept + (0 if checkpointing else copies) + recomputed + at_block,
+            "first block": rest + max(block.backward for block in blocks) + at_block,
+            "input": weights + at_end,
+        }
+        peak_at = max(moments, key=lambda name: moments[name])
+        memories.append(
+            RankMemory(
+                weights=weights,
+                gradients=weights,
+                optimizer=states,
+                weight_copies=copies,
+                gathered_layers=at_block,
+                activations=kept + recomputed,
+                loss=own_loss,
+                workspace=WORKSPACE_BYTES,
+                peak=weights + states + WORKSPACE_BYTES + moments[peak_at],
+                peak_at=peak_at,
+                stage=number,
+            )
         )
-    segments = model_segments(config, shape, plan, checkpointing=checkpointing)
-    stages = split_stages(segments, plan.pipeline)
-    table = tied_table(config, count_outside_blocks(config, plan.tensor))
-    if plan.pipeline > 1 and table:  # the first and the last stage have a copy each of the tied embedding
-        first, last = stages[0][0], stages[-1][-1]
-        stages[0][0] = first._replace(tied_gradients=0, working=0)
-        stages[-1][-1] = last._replace(parameters=RankParameters(last.parameters.total + table, 0), tied_gradients=0)
-    memories = [_stage_memory(stage, plan, optimizer, number, micro_batches) for number, stage in enumerate(stages)]
     return max(memories, key=lambda memory: memory.peak)
 
 
-def _stage_memory(
-    segments: list[Segment], plan: ParallelPlan, optimizer: str, stage: int, micro_batches: int
-) -> RankMemory:
-    total = sum(segment.parameters.total for segment in segments)
-    matrices = sum(segment.parameters.matrices for segment in segments)
-    matrix_states, other_states = OPTIMIZER_STATES[optimizer]
-    states = matrix_states * matrices + other_states * (total - matrices)
-    weights, states_bytes = -(-4 * total // plan.shard), -(-4 * states // plan.shard)
-    buffers = layer_buffers(segments, plan.shard)
-    in_flight = min(micro_batches, plan.pipeline - stage)
-    loss = sum(
-        segment.saved + max(segment.working, segment.forward_working) for segment in segments if segment.name == "loss"
+def _to_bytes(saved: SavedActivations) -> int:
+    return sum(activation_bytes(saved, "bf16"))
+
+
+def _norm_extra(norm: NormConfig | None, plan: ParallelPlan) -> int:
+    """Return the bytes that a norm saves for an element of its input beyond two."""
+    if norm is None or norm.kind == "none":
+        return 0
+    return 4 if norm.kind == "rms" and plan.shard > 1 else 2
+
+
+def _block_bytes(
+    block: BlockConfig, shape: BatchShape, length: int, plan: ParallelPlan, checkpointing: CheckpointMode
+) -> BlockBytes:
+    """Count the bytes of a block on one rank."""
+    narrow, feedforward, rows = narrow_block(block, plan.tensor), block.feedforward, shape.batch * length
+    elements, norm_extra, mode = rows * block.width, _norm_extra(block.norm, plan), block_mode(block, checkpointing)
+    stream = elements * plan.stream_bytes
+    saved = _to_bytes(block_activations(narrow, shape, length, fused=True)) + count_norms(block) * elements * norm_extra
+    if block.cross:
+        saved += 4 * shape.batch * shape.source * block.width
+    kept = saved
+    if mode:  # the input of the block is one of the kept activations, and has the precision of the residual stream
+        kept = (
+            _to_bytes(kept_activations(narrow, shape, length, checkpointing=mode, fused=True)) + stream - 2 * elements
+        )
+    copies = 0 if plan.shard > 1 else 2 * rank_block_parameters(block, plan.tensor).matrices
+    hidden = rows * narrow.feedforward.hidden * (feedforward.experts.top_k if feedforward.experts else 1)
+    gradients = 2 * hidden * (3 if feedforward.gated else 2)
+    backward = saved + gradients + (copies if mode else 0)
+    return BlockBytes(
+        kept,
+        0 if mode == "selective" else copies,
+        max(backward, kept + RMS_NORM_BYTES * elements if norm_extra > 2 else 0),
     )
-    peak, peak_at = find_peak(
-        segments,
-        weights + states_bytes + buffers.root + WORKSPACE_BYTES,
-        buffers=buffers,
-        in_flight=in_flight,
-        shards=plan.shard,
-        accumulated=micro_batches > 1 or plan.data > 1,
+
+
+def _outside_bytes(config: ModelConfig, shape: BatchShape, plan: ParallelPlan, checkpointing: CheckpointMode) -> int:
+    """Count the bytes of activations outside the blocks."""
+    narrow = narrow_model(config, plan.tensor)
+    saved = outside_activations(narrow, shape, fused=True, recomputed=bool(checkpointing))
+    norms = sum(
+        shape.batch * shape.length(name) * _norm_extra(stack.norm, plan) for name, stack in config.stacks.items()
     )
-    saved = sum(segment.saved for segment in segments if segment.name != "loss")
-    return RankMemory(
-        weights=weights,
-        gradients=weights,
-        optimizer=states_bytes,
-        weight_copies=sum(segment.copies + segment.cached_copies for segment in segments),
-        gathered_layers=buffers.root + buffers.head + buffers.block,
-        activations=in_flight * saved + max(segment.recomputed for segment in segments),
-        loss=loss,
-        workspace=WORKSPACE_BYTES,
-        peak=peak,
-        peak_at=peak_at,
-        stage=stage,
-    )
+    return _to_bytes(saved) + norms * config.width
+
+
+def _loss_bytes(config: ModelConfig, shape: BatchShape, plan: ParallelPlan) -> int:
+    """Count the bytes of the head and the loss."""
+    narrow = narrow_model(config, plan.tensor)
+    linear, head = output_linear(narrow), _to_bytes(head_activations(narrow, shape, with_logits=False))
+    rows = shape.batch * (shape.target if linear.applied_to == "tokens" else 1)
+    if not fuses_loss(config, plan):
+        return head + 12 * rows * linear.outputs + (0 if plan.shard > 1 else 2 * linear.num_weights)
+    columns = pad_classes(linear.outputs)
+    logits, weights, hidden = rows_at_a_time(rows, columns) * columns, columns * linear.inputs, rows * linear.inputs
+    if plan.shard > 1:
+        padded = 2 * weights if columns > linear.outputs else 0
+        return head + padded + 4 * weights + 2 * max(logits, weights) + 2 * hidden
+    return head + 4 * weights + max(4 * weights, 2 * weights + 2 * logits + 4 * hidden) + 2 * hidden

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import operator
+from dataclasses import astuple, dataclass
+from typing import Literal
 
-from monoblock.accounting.attention_tiles import count_tiles
+from monoblock.accounting.flops import count_attention_pairs
 from monoblock.accounting.parameters import attention_linears
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, NormConfig, Rotary
 
 AttentionKernel = Literal["plain", "banded", "flex", "fused"]
 FLEX_FROM = 128  # FlexAttention is used from this many queries on, as in nn/flex.py
+BANDED_FROM, TILE = 512, 64  # banded attention is used from this many queries on, in such tiles, as in nn/banded
 
 
-class SavedActivations(NamedTuple):
+@dataclass(frozen=True)
+class SavedActivations:
     """The size of saved activations.
 
     `elements` and `attention_elements` (attention weights) are in the computing dtype; `raw_bytes` counts tensors of
@@ -24,18 +28,19 @@ class SavedActivations(NamedTuple):
     fp32_elements: int = 0
     raw_bytes: int = 0
 
+    def __add__(self, other: SavedActivations) -> SavedActivations:
+        return SavedActivations(*map(operator.add, astuple(self), astuple(other)))
 
-def add_activations(*parts: SavedActivations) -> SavedActivations:
-    return SavedActivations(*(sum(column) for column in zip(*parts, strict=True))) if parts else SavedActivations()
+    def __mul__(self, factor: int) -> SavedActivations:
+        return SavedActivations(*(factor * count for count in astuple(self)))
 
 
-def scale_activations(factor: int, saved: SavedActivations) -> SavedActivations:
-    return SavedActivations(*(factor * count for count in saved))
+NOTHING = SavedActivations()
 
 
 def norm_activations(norm: NormConfig | None, rows: int, size: int) -> SavedActivations:
     if norm is None or norm.kind == "none":
-        return SavedActivations()
+        return NOTHING
     offset = size if norm.unit_offset and norm.affine != "none" else 0  # 1 + weight
     statistics = {"layer": 2 * rows, "rms": rows, "batch": 2 * size}[norm.kind]
     return SavedActivations(rows * size + offset, fp32_elements=statistics)
@@ -64,19 +69,29 @@ def _supports_flex(attention: AttentionConfig, width: int, queries: int) -> bool
     return has_kernel and not needs_plain_attention(attention) and queries >= FLEX_FROM
 
 
+def is_sparse(attention: AttentionConfig, length: int) -> bool:
+    """Return whether the tiles of a window, global tokens and random blocks cover at most half of the matrix."""
+    if attention.window is None or length < BANDED_FROM:
+        return False
+    sides = 2 if attention.mask == "full" else 1
+    tiles = TILE * (1 + sides * attention.global_tokens)
+    blocks = attention.random_blocks * max(TILE, attention.block_size) * sides // 2
+    return 2 * (count_attention_pairs(attention, length) + (tiles + blocks) * length) <= length**2
+
+
 def _is_banded(attention: AttentionConfig, width: int, queries: int) -> bool:
     """Return whether banded attention computes this sparse mask, because FlexAttention does not support it."""
     if _has_score_bias(attention) or _supports_flex(attention, width, queries):
         return False
-    return count_tiles(attention, queries) is not None
+    return is_sparse(attention, queries)
 
 
 def _has_kernel_mask(attention: AttentionConfig, width: int, queries: int) -> bool:
     """Return whether the fused kernel is passed a mask; the output of queries that see no key is then set to zero."""
     if _has_score_bias(attention):
         return attention.mask != "full" or _has_mask_pattern(attention, queries)
-    is_sparse = _supports_flex(attention, width, queries) or _is_banded(attention, width, queries)
-    return _has_mask_pattern(attention, queries) and not is_sparse
+    has_sparse_kernel = _supports_flex(attention, width, queries) or _is_banded(attention, width, queries)
+    return _has_mask_pattern(attention, queries) and not has_sparse_kernel
 
 
 def choose_kernel(attention: AttentionConfig, width: int, queries: int, keys: int, *, fused: bool) -> AttentionKernel:
@@ -86,8 +101,8 @@ def choose_kernel(attention: AttentionConfig, width: int, queries: int, keys: in
         return "banded"
     if not fused or needs_plain_attention(attention):
         return "plain"
-    is_sparse = is_self_attention and _has_mask_pattern(attention, queries) and not _has_score_bias(attention)
-    return "flex" if is_sparse and _supports_flex(attention, width, queries) else "fused"
+    has_pattern = is_self_attention and _has_mask_pattern(attention, queries) and not _has_score_bias(attention)
+    return "flex" if has_pattern and _supports_flex(attention, width, queries) else "fused"
 
 
 def count_scores(attention: AttentionConfig, queries: int, keys: int) -> int:
@@ -104,41 +119,37 @@ def attention_activations(
     is_plain = needs_plain_attention(attention) and not is_banded
     copies = attention.heads // attention.num_kv_heads if is_plain else 1
     keys_and_values = keys * (key.outputs + value.outputs)
-    saved = add_activations(
-        SavedActivations(batch * (queries * (width + query.outputs + output.inputs) + copies * keys_and_values)),
-        SavedActivations(batch * (queries * query.outputs + keys_and_values) if attention.clip is not None else 0),
-        _qk_norm_activations(attention, batch * queries, query.outputs, attention.heads),
-        _qk_norm_activations(attention, batch * keys, key.outputs, attention.num_kv_heads),
-    )
+    saved = SavedActivations(batch * (queries * (width + query.outputs + output.inputs) + copies * keys_and_values))
+    saved += _qk_norm_activations(attention, batch * queries, query.outputs, attention.heads)
+    saved += _qk_norm_activations(attention, batch * keys, key.outputs, attention.num_kv_heads)
+    if attention.clip is not None:
+        saved += SavedActivations(batch * (queries * query.outputs + keys_and_values))
     if is_plain:
-        return add_activations(saved, _plain_attention_activations(attention, batch, queries, keys))
+        return saved + _plain_attention_activations(attention, batch, queries, keys)
     if is_banded:
-        return add_activations(saved, SavedActivations(fp32_elements=batch * attention.heads * queries))
+        return saved + SavedActivations(fp32_elements=batch * attention.heads * queries)
     if fused:
         copies_output = isinstance(attention.positions, Rotary) or _has_kernel_mask(attention, width, queries)
         outputs = batch * queries * output.inputs if copies_output else 0
-        return add_activations(
-            saved,
-            _fused_attention_activations(attention, width, queries, keys),
-            SavedActivations(outputs, fp32_elements=batch * attention.heads * queries),
-        )
+        saved += SavedActivations(outputs, fp32_elements=batch * attention.heads * queries)
+        return saved + _fused_attention_activations(attention, width, queries, keys)
     matrix = batch * count_scores(attention, queries, keys)
-    return add_activations(saved, SavedActivations(attention_elements=matrix), _dropout_activations(attention, matrix))
+    return saved + SavedActivations(attention_elements=matrix) + _dropout_activations(attention, matrix)
 
 
 def _dropout_activations(attention: AttentionConfig, elements: int) -> SavedActivations:
     if attention.dropout == 0:
-        return SavedActivations()
+        return NOTHING
     return SavedActivations(attention_elements=elements, raw_bytes=elements)
 
 
 def _qk_norm_activations(attention: AttentionConfig, rows: int, size: int, heads: int) -> SavedActivations:
     if attention.qk_norm is None:
-        return SavedActivations()
+        return NOTHING
     if attention.qk_norm_over == "width":
         return norm_activations(attention.qk_norm, rows, size)
     scaled = rows * size if attention.qk_norm_over == "each_head" else 0  # normalized first, then scaled by head
-    return add_activations(norm_activations(attention.qk_norm, rows * heads, size // heads), SavedActivations(scaled))
+    return norm_activations(attention.qk_norm, rows * heads, size // heads) + SavedActivations(scaled)
 
 
 def _plain_attention_activations(attention: AttentionConfig, batch: int, queries: int, keys: int) -> SavedActivations:
@@ -183,7 +194,6 @@ def shared_attention_activations(
     Blocks that are recomputed also need the bias before it is converted for a kernel, in fp32.
     """
     saved, positions = [], attention.positions
-    is_banded = fused and _is_banded(attention, width, length)
     fused = fused and not needs_plain_attention(attention)
     if isinstance(positions, Rotary):
         size = attention.key_size(width)
@@ -193,9 +203,6 @@ def shared_attention_activations(
     elif isinstance(positions, Alibi) or (isinstance(positions, Buckets) and positions.shared):
         saved.append(_bias_activations(attention, length, length, fused=fused))
         saved.append(SavedActivations(fp32_elements=count_scores(attention, length, length) if recomputed else 0))
-    tiles = count_tiles(attention, length) if is_banded else None
-    if tiles is not None:
-        saved.append(SavedActivations(raw_bytes=tiles.query_key_pairs + length))  # the mask of these tiles
-    elif fused and _has_kernel_mask(attention, width, length):
+    if fused and _has_kernel_mask(attention, width, length):
         saved.append(SavedActivations(raw_bytes=length))
-    return add_activations(*saved)
+    return sum(saved, NOTHING)

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from monoblock.accounting.activations import block_mode, recomputes_attention
 from monoblock.accounting.communication import Transfer, step_transfers
 from monoblock.accounting.flops import Flops, block_flops, flops
 from monoblock.accounting.fused_loss import fuses_loss
-from monoblock.accounting.kept_activations import block_mode, recomputes_attention
 from monoblock.accounting.parallel import GPUS_PER_NODE, ParallelPlan
 from monoblock.accounting.parameters import count_blocks
 from monoblock.accounting.rank_memory import RankMemory, rank_memory
@@ -156,7 +156,7 @@ def recomputed_flops(config: ModelConfig, costs: Flops, checkpointing: Checkpoin
     """Return the FLOPs that the backward pass computes a second time because of checkpointing."""
     total, shape = 0, costs.shape
     for name, stack in config.stacks.items():
-        length = shape.source if name == "encoder" else shape.target
+        length = shape.length(name)
         for block, times in count_blocks(stack).items():
             mode, components = block_mode(block, checkpointing), block_flops(block, shape.batch, length, shape.source)
             if mode is True:
