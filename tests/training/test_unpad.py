@@ -30,7 +30,6 @@ from monoblock.training.collate import (
     collate_token_classification,
 )
 from monoblock.training.loss import CrossEntropyLoss
-from monoblock.training.resume_state import check_same_run
 from monoblock.training.unpad import NUM_FILL, remove_padding, round_size
 
 SPECIAL = SpecialTokenIds(pad_id=0, bos_id=1, eos_id=2, mask_id=3, unmaskable_ids=frozenset(range(4)), vocab_size=61)
@@ -169,10 +168,6 @@ def test_a_run_without_padding_is_resumed_bit_for_bit(tmp_path):
     train_until(recipe, tmp_path / "broken", 5)
     train_to_end(recipe, tmp_path / "broken", resume=True)
     assert_same_run(tmp_path / "broken", tmp_path / "whole", 9)
-
-
-def test_a_run_that_was_begun_before_the_key_existed_may_be_resumed():
-    check_same_run({"data.corpus": "a"}, {"data.corpus": "a", "data.padding": "longest"}, {})
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ class Stage(NamedTuple):
 def split_stages(config: ModelConfig, plan: ParallelPlan) -> list[Stage]:
     """Divide a model: blocks evenly, the input to the first stage, the norm and the head to the last stage."""
     blocks = [(name, *row) for name, stack in config.stacks.items() for row in stack.layers_with_ownership()]
-    sizes = {block: rank_block_parameters(block, plan.tensor) for _, block, _ in blocks}
+    sizes = {block: rank_block_parameters(block, plan.tensor) for block in {block for _, block, _ in blocks}}
     inputs, norms, head, table = _outside_parameters(config, plan.tensor)
     size, rest = divmod(len(blocks), plan.pipeline)
     stages = []
