@@ -206,6 +206,10 @@ def test_what_cannot_be_honoured_is_refused():
         "vocabulary of 90 tokens": lambda: mb.Engine(model, proposer=DraftModel(other)),
         "draft model needs a source": lambda: mb.Engine(model, proposer=DraftModel(translator())),
         "a source of 65537 tokens": lambda: mb.Engine(translator(), max_rows=1).add([3], source=[3] * 65537),
+        "adapters is not a dictionary": lambda: mb.Engine(model, adapters=[model]),
+        "no adapter": lambda: mb.Engine(model).add([3], adapter=["a"]),
+        "write mb.Settings": lambda: mb.Engine(model).add([3], Settings),
+        "optimized already": lambda: mb.optimize(mb.optimize(model)),
         "proposes no tokens": lambda: mb.Engine(model, proposer=[3]),
     }
     for words, call in cases.items():

@@ -177,6 +177,8 @@ class Engine:
             raise InputError(NO_DRAFT_WITH_ENSEMBLE)
         if tap is not None and not callable(tap):
             raise InputError(f"tap={tap!r:.60} is not valid; write a function (name, activation) -> activation or None")
+        if not isinstance(adapters, Mapping | None):
+            raise InputError("adapters is not a dictionary; write adapters={'name': model}")
         for name, adapted in (adapters or {}).items():
             if limits_of(adapted)[2:] != limits_of(model)[2:]:
                 raise InputError(f"the adapter {name!r} belongs to another model; give an adapted copy of this one")
@@ -269,7 +271,7 @@ class Engine:
         return request.id
 
     def _check(self, settings: Settings) -> None:
-        if not hasattr(settings, "check_vocabulary"):
+        if not isinstance(settings, Settings):
             raise InputError(f"settings={settings!r:.60} is not valid; write mb.Settings(max_new_tokens=20)")
         settings.check_vocabulary(self.limits.vocab_size)
         if settings.rows_per_prompt > self.max_rows:
@@ -288,7 +290,7 @@ class Engine:
 
     def _check_variant(self, adapter: str | None, edits: Sequence[Edit], capture: Sequence[str]) -> Variant:
         edits, capture = (tuple(value) if isinstance(value, list | tuple) else (value,) for value in (edits, capture))
-        if adapter is not None and adapter not in self.adapters:
+        if adapter is not None and (not isinstance(adapter, str) or adapter not in self.adapters):
             raise InputError(f"the engine has no adapter {adapter!r}{did_you_mean(str(adapter), list(self.adapters))}")
         if (edits or capture) and len(self.models) > 1:
             raise InputError("edits and capture look into a single model; leave out the ensemble")

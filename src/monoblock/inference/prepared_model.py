@@ -45,6 +45,8 @@ class PreparedModel:
     """
 
     def __init__(self, model: nn.Module, *, exact: bool = False) -> None:
+        if isinstance(model, PreparedModel):
+            raise InputError("this model is optimized already; use it as it is, or give optimize the plain model")
         check_model(model, Transformer, "optimize")
         assert isinstance(model, Transformer)
         if (reason := reason_not_to_optimize(model)) is not None:

@@ -73,30 +73,31 @@ class RowTap:
         self.unmatched: list[Edit | str] = [*variant.edits, *variant.capture]
 
     def wants(self, name: str) -> bool:
-        return self.changes(name) or self._is_captured(name)
+        return self.changes(name) or any(_names(pattern, name) for pattern in self.variant.capture)
 
     def changes(self, name: str) -> bool:
         return any(edit.matches(name) for edit in self.variant.edits)
-
-    def _is_captured(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.variant.capture)
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         start = 0 if name.split(".")[0] in self.source_parts else self.start
         for edit in self.variant.edits:
             if edit.matches(name):
                 tensor = edit.apply(name, tensor, start)
-        if self._is_captured(name):
+        if any(_names(pattern, name) for pattern in self.variant.capture):
             self.captured[name] = tensor[0].clone()
-        matches = lambda one: fnmatchcase(name, one) if isinstance(one, str) else one.matches(name)
-        self.unmatched = [one for one in self.unmatched if not matches(one)]
+        self.unmatched = [one for one in self.unmatched if not _names(one, name)]
         return tensor
 
     def check_names(self) -> None:
         """Raise InputError if an edit or a pattern names no activation."""
-        for one in self.unmatched:
-            what = f"capture={one!r}" if isinstance(one, str) else "an edit"
+        if self.unmatched:
+            what = f"capture={one!r}" if isinstance(one := self.unmatched[0], str) else "an edit"
             raise InputError(f"{what} names no activation of this model; mb.trace(model, ids) lists those it has")
+
+
+def _names(one: Edit | str, name: str) -> bool:
+    """Return whether an edit, or a pattern of `capture`, is for the activation of this name."""
+    return fnmatchcase(name, one) if isinstance(one, str) else one.matches(name)
 
 
 class ModelRunner:
