@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = [*sorted((ROOT / "scripts").iterdir()), ROOT / ".ci" / "run"]
+PYTHON_SCRIPTS = [ROOT / "scripts" / "walks"]
+SCRIPTS = [*sorted({*(ROOT / "scripts").iterdir()} - {*PYTHON_SCRIPTS}), ROOT / ".ci" / "run"]
 
 # A fake interpreter: it creates a .venv with a copy of itself, and logs the arguments of pip.
 STUB = """#!/usr/bin/env bash
