@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from generated_pages import CLASSES, PAGES, find_stale_pages, main
 
-from monoblock.cli._reference.config_page import CLASSES
-from monoblock.cli._reference.write import PAGES, RESULT_PAGES, find_stale_pages, main
 from monoblock.cli._shared import output
 from monoblock.cli.main import VERBS, run
 from monoblock.config import inputs, model, parts, positions
@@ -39,7 +38,7 @@ def test_the_experiments_are_listed_and_the_suggested_one_exists(capsys):
     assert err == "Try: monoblock compare norm-placement --smoke\n"
 
 
-@pytest.mark.parametrize("page", [*PAGES, *RESULT_PAGES])
+@pytest.mark.parametrize("page", PAGES)
 def test_every_reference_page_is_what_the_code_generates(page):
     assert page not in find_stale_pages(DOCS), "run scripts/docs"
 

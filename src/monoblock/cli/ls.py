@@ -12,8 +12,7 @@ from typing import Any
 import click
 
 from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
-from monoblock.cli._shared.value_text import format_toml, plain, type_text
-from monoblock.config.field_description import REQUIRED, list_choices
+from monoblock.config.field_description import REQUIRED, list_choices, type_words
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.recipes.parse import RECIPE_FILE, recipe_path
 from monoblock.untrusted_files import reading
@@ -21,6 +20,7 @@ from monoblock.untrusted_files import reading
 Record = dict[str, Any]
 RUNS_FOLDER = Path("runs")
 RUN_COLUMNS = ("name", "recipe", "lr", "steps", "of", "best_val_loss", "loss", "finished")  # the last loss in training
+NO_DEFAULT = "—"
 NARROW_COLUMNS = ("type", "default", "paper")  # on a terminal, these leave room for the meaning
 
 
@@ -97,7 +97,8 @@ def _list_knobs() -> list[Record]:
 
 def _describe_setting(name: str, hint: Any, default: Any, meaning: str) -> Record:
     """Return a description of a key or knob; without "default" if it has none."""
-    row = {"name": name, "type": type_text(hint), "choices": list_choices(hint), "meaning": meaning}
+    words = [*type_words(hint), *(_without_quotes(format_toml(choice)) for choice in list_choices(hint))]
+    row = {"name": name, "type": ", ".join(words), "choices": list_choices(hint), "meaning": meaning}
     return row if default is REQUIRED else row | {"default": default}
 
 
@@ -223,7 +224,29 @@ def _group_by_section(rows: list[Record]) -> list[list[Record]]:
 
 
 def _cell(row: Record, column: str) -> object:
-    return plain(format_toml(row.get(column, REQUIRED))) if column == "default" else row[column]
+    return _without_quotes(format_toml(row.get(column, REQUIRED))) if column == "default" else row[column]
+
+
+def format_toml(value: Any) -> str:
+    """Write a default value as in TOML, which has no None: a key that is none is left out."""
+    match value:
+        case _ if value is REQUIRED:
+            return NO_DEFAULT
+        case None:
+            return "none"
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return f'"{value}"'
+        case tuple() | list():
+            return f"[{', '.join(format_toml(item) for item in value)}]"
+        case _:
+            return str(value)
+
+
+def _without_quotes(text: str) -> str:
+    """Return a value as a terminal shows it; an empty string keeps its quotes."""
+    return text.replace('"', "") or '""' if text != '""' else text
 
 
 @click.command(
