@@ -1,5 +1,7 @@
 """A step that is interrupted, as by Ctrl-C, is void: whoever goes on gets the texts that each request has alone."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from generate_support import gpt, translator
@@ -7,6 +9,7 @@ from interrupt_support import interrupted_step
 
 import monoblock as mb
 from monoblock.inference.speculative import DraftModel, PromptLookup
+from monoblock.nn.kv_cache.paged import PagePool
 
 PROMPTS = ([5, 7, 11], [2], [1, 2, 3, 4, 1, 2], [9, 8, 9])
 NEW = 7
@@ -146,3 +149,31 @@ def test_a_request_can_be_cancelled_and_another_added_after_an_interrupt():
     assert len(texts.pop((second, 0))) == 2
     assert texts.pop((again, 0)) == texts[first, 0]
     assert texts == {key: tokens for key, tokens in wanted[0].items() if key[0] != second}
+
+
+@pytest.mark.parametrize("make", [gpt, translator])
+def test_a_step_in_which_the_pools_of_pages_grow_can_be_interrupted(make, monkeypatch):
+    """A short request runs when a long one comes, for which the pools of the blocks have no room."""
+    model, prompts, grow = make().double(), ([7], list(range(30))), PagePool.grow
+
+    def decode(interrupts):
+        engine, texts, calls = mb.Engine(model), {}, iter(range(100))
+
+        def interrupted_grow(*arguments):
+            if number and next(calls) in interrupts:
+                raise KeyboardInterrupt
+            grow(*arguments)
+
+        monkeypatch.setattr(PagePool, "grow", interrupted_grow)
+        for number, prompt in enumerate(prompts):
+            source = prompt if make is translator else None
+            engine.add([0] if make is translator else prompt, mb.Settings(max_new_tokens=3), source)
+            collect(engine.step() if not number else (), texts, {})
+        while engine.busy:
+            with suppress(KeyboardInterrupt):
+                collect(engine.step(), texts, {})
+        return texts, next(calls)
+
+    texts, count = decode(())
+    assert count >= 2
+    assert all(decode((call,))[0] == texts for call in range(count))

@@ -39,10 +39,12 @@ class PagePool:
         return self.tensors[name]
 
     def grow(self, count: int) -> None:
-        """Give every tensor `count` pages."""
+        """Give every tensor `count` pages; if that is interrupted, it can be repeated."""
         for name, tensor in self.tensors.items():
-            self.tensors[name] = tensor.new_zeros(count, *tensor.shape[1:])
-            self.tensors[name][: len(tensor)] = tensor
+            if len(tensor) < count:
+                grown = tensor.new_zeros(count, *tensor.shape[1:])
+                grown[: len(tensor)] = tensor
+                self.tensors[name] = grown
 
     @property
     def keys(self) -> Tensor | None:
@@ -93,14 +95,16 @@ class PagedCache:
     def grow(self, count: int, source_count: int = 0) -> None:
         """Make room for page numbers below these; a pool at least doubles when it grows."""
         if count > self.count:
-            self.count = max(count, 2 * self.count)
+            count = max(count, 2 * self.count)
             for pool in self.pools:
-                pool.grow(self.count)
+                pool.grow(count)
+            self.count = count
         if source_count > self.source_count:
-            self.source_count = max(source_count, 2 * self.source_count)
+            source_count = max(source_count, 2 * self.source_count)
             for source_pool in self.source_pools:
                 if source_pool is not None:
-                    source_pool.grow(self.source_count)
+                    source_pool.grow(source_count)
+            self.source_count = source_count
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int], used: Sequence[int]) -> None:
         """Copy pages, of which the first `used` tokens are in use, in all blocks."""
