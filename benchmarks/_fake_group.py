@@ -31,10 +31,10 @@ from monoblock.accounting.parallel import ParallelPlan, divides_kv_heads, narrow
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import CheckpointMode
 from monoblock.kernels import linear_cross_entropy as fused_loss
+from monoblock.model import Transformer
 from monoblock.nn.attention import Attention
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.feedforward import FeedForward
-from monoblock.nn.transformer import Transformer
 from monoblock.training.loss import CrossEntropyLoss
 from monoblock.training.optimizer import build_optimizers
 

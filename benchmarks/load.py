@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 IMPORTS = {
-    "monoblock": "from monoblock.nn.transformer import Transformer as Model",
+    "monoblock": "from monoblock.model import Transformer as Model",
     "transformers": "from transformers import AutoModelForCausalLM as Model",
 }
 # Imports are not timed. Memory is the increase of the peak, pages of the mapped file included.

@@ -25,7 +25,7 @@ from monoblock.errors import MonoblockError
 from monoblock.interop.convert import pickle_to_safetensors
 from monoblock.interop.huggingface.export import export_hf
 from monoblock.interop.safetensors_reader import open_weights
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.tokenizers.chat_template import render_chat
 from monoblock.tokenizers.tokenizer import Tokenizer
 

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from monoblock.config.families import bert, gpt, llama, vaswani
 from monoblock.config.model import EmbeddingConfig, ModelConfig
 from monoblock.config.presets import PRESETS, tiny
+from monoblock.model import Transformer
 from monoblock.nn.norm import Norm
-from monoblock.nn.transformer import Transformer
 
 B, T, S = 11, 13, 17
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-10}

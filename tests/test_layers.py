@@ -21,6 +21,7 @@ FLOORS = [
     "tokenizers data metrics plots",
     "quantization parallel",
     "training inference interop inspection",
+    "model",
     "baselines",
     "recipes",
     "tasks",
@@ -35,19 +36,7 @@ WITHOUT_TORCH = {"errors", "untrusted_files", "config", "accounting"}
 TENSORS_ONLY = {"kernels"}  # they import nothing else of the package
 STRANGERS = {"training", "inference", "interop", "inspection"}  # none of them imports another
 PRINTS = {"cli", "__main__"}
-
-# The only imports from a floor above: inside these methods of `Transformer`; and a report writes its own page.
-FACADE_METHODS = {
-    "generate": "inference",
-    "stream": "inference",
-    "from_pretrained": "interop",
-    "save_pretrained": "interop",
-}
-FACADE = {("nn.transformer", *row) for row in FACADE_METHODS.items()}
-FACADE |= {
-    ("doctor.report", "html", "doctor"),
-    *(("baselines.lstm", name, "baselines") for name in ("generate", "stream")),
-}
+OWN_PAGE = ("doctor.report", "doctor.html")  # a report writes its own page; the only import that closes a circle
 
 PACKAGE = Path(monoblock.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
@@ -109,7 +98,7 @@ def objection(module: str, imported: Import) -> str | None:
     if top != "monoblock":
         return _objection_to_package(name, top)
     target = rest[0] if rest else "__init__"
-    if target == "__version__" or target == name or (module, imported.function, target) in FACADE:
+    if target == "__version__" or target == name:
         return None
     if target not in FLOOR:
         return f"{imported.target} is not in the table; import a name from the module that defines it"
@@ -135,17 +124,12 @@ def package_of(file: Path) -> str:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Module -> the modules of this package it imports; the façade methods are left out."""
+    """Module -> the modules of this package it imports."""
     graph: dict[str, set[str]] = {}
     for module, file in MODULES.items():
         found = imports((PACKAGE / file).read_text(), package_of(file))
-        targets = {
-            one.target.removeprefix("monoblock.")
-            for one in found
-            if one.target.startswith("monoblock.")
-            and (module, one.function, floor_name(one.target.removeprefix("monoblock."))) not in FACADE
-        }
-        graph[module] = {target for target in targets if target in MODULES and target != module}
+        targets = {one.target.removeprefix("monoblock.") for one in found if one.target.startswith("monoblock.")}
+        graph[module] = {t for t in targets if t in MODULES and t != module and (module, t) != OWN_PAGE}
     return graph
 
 
@@ -230,6 +214,7 @@ def test_no_state_is_hidden(file):
         ("nn.transformer", "from monoblock.inference import engine"),
         ("nn.transformer", "def forward():\n    from monoblock.inference import engine"),
         ("nn.transformer", "def generate():\n    from monoblock.interop import folder"),
+        ("inference.engine", "from monoblock.model import Transformer"),
         ("nn.block", "def generate():\n    from monoblock.inference import engine"),
         ("kernels.gpu", "from monoblock.config.model import AttentionConfig"),
         ("kernels.cpu.library", "from monoblock.errors import KernelError"),
@@ -251,14 +236,7 @@ def test_a_wrong_import_is_seen(module, source):
         ("nn.norm", "import torch\nfrom torch import nn\nfrom monoblock.config.parts import NormConfig"),
         ("nn.norm", "from monoblock.nn.tap import Tap"),
         ("data.noise", "from monoblock.tokenizers.tokenizer import Tokenizer"),
-        (
-            "nn.transformer",
-            "class Transformer:\n    def generate(self):\n        from monoblock.inference import engine",
-        ),
-        (
-            "nn.transformer",
-            "class Transformer:\n    def from_pretrained(self):\n        from monoblock.interop.folder import load",
-        ),
+        ("model", "from monoblock.inference import generate\nfrom monoblock.interop.folder import load_model"),
         ("cli.ls", "from monoblock import __version__\nfrom monoblock.cli._shared.output import table"),
         ("config.presets", "from monoblock.config.families import gpt"),
         ("config.model", "import json"),

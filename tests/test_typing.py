@@ -13,8 +13,7 @@ import monoblock
 from monoblock.config.knob_options import Knobs
 from monoblock.config.knobs import KNOBS
 from monoblock.inference.settings import ENGINE_OPTIONS, Settings
-from monoblock.nn.inputs.generation_options import GenerationOptions
-from monoblock.nn.transformer import ModelOptions
+from monoblock.nn.inputs.generation_options import GenerationOptions, ModelOptions
 
 SOURCE = Path(monoblock.__file__).parents[1]
 STRICT = ["--strict", "--disallow-any-expr", "--follow-imports=silent", "--no-error-summary"]

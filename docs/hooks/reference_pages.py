@@ -20,7 +20,7 @@ PAGES = (
     (
         "models",
         "Models",
-        ("config.families", "config.knobs", "config.presets", "nn.transformer", "baselines.lstm", "nn.block"),
+        ("config.families", "config.knobs", "config.presets", "model", "baselines.lstm", "nn.block"),
     ),
     ("configurations", "Configurations", ("config",)),
     ("parts", "Parts of a model", ("nn",)),
@@ -107,7 +107,12 @@ def _describe(name: PublicName) -> str:
 
 
 def _describe_class(node: ast.ClassDef, docstring: str, lines: list[str]) -> list[str]:
-    methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+    body = node.body
+    if "transformer.Transformer" in map(ast.unparse, node.bases):  # the core of mb.Transformer
+        core = _find_definition("monoblock.nn.transformer", "Transformer")[1]
+        assert isinstance(core, ast.ClassDef)
+        body = core.body + body
+    methods = [item for item in body if isinstance(item, ast.FunctionDef)]
     fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
     is_dataclass = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
     parts = []

@@ -61,7 +61,7 @@ _HOME = {
     "TaskInputs": "tasks.task_data",
     "TokenPositions": "nn.token_positions",
     "Tokenizer": "tokenizers.tokenizer",
-    "Transformer": "nn.transformer",
+    "Transformer": "model",
     "ablate": "inspection.edits",
     "account": "runs.account",
     "add_lora": "nn.lora",

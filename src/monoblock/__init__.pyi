@@ -49,6 +49,7 @@ from monoblock.inspection.edits import ablate as ablate, add_vector as add_vecto
 from monoblock.inspection.trace import trace as trace
 from monoblock.interop.adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from monoblock.interop.huggingface.export import export_hf as export_hf
+from monoblock.model import Transformer as Transformer
 from monoblock.nn.block import Block as Block
 from monoblock.nn.inputs.interpolate import interpolate as interpolate
 from monoblock.nn.kv_cache.cache import Cache as Cache
@@ -61,7 +62,6 @@ from monoblock.nn.lora import (
 from monoblock.nn.masks import causal as causal, same_document as same_document, window as window
 from monoblock.nn.packed.documents import PackedDocuments as PackedDocuments
 from monoblock.nn.token_positions import TokenPositions as TokenPositions
-from monoblock.nn.transformer import Transformer as Transformer
 from monoblock.parallel.inference import join_processes as join_processes
 from monoblock.quantization.convert import quantize as quantize
 from monoblock.runs.account import account as account

@@ -18,7 +18,7 @@ from monoblock.config.model import AttentionConfig, FramesConfig, RecurrentConfi
 from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.presets import PRESETS, preset, tiny
 from monoblock.errors import InputError
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 BATCH, SOURCE, TARGET = 2, 13, 11
 EXPERTS = {"mixtral-8x7b"}  # routing needs data: count_flops below, on the CPU

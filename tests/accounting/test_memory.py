@@ -28,13 +28,13 @@ from monoblock.config.model import (
 )
 from monoblock.config.presets import PRESETS, preset, tiny
 from monoblock.errors import ConfigError
+from monoblock.model import Transformer
 from monoblock.nn import attention, flex
 from monoblock.nn.attention import AttentionContext
 from monoblock.nn.banded import attend_banded, tile_plan
 from monoblock.nn.feedforward import ACTIVATIONS
 from monoblock.nn.masks import mask_from_config
 from monoblock.nn.token_positions import arange_positions
-from monoblock.nn.transformer import Transformer
 
 SMALL = {"vocab": 53, "width": 30, "depth": 2, "heads": 3, "context": 29}
 

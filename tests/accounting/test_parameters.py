@@ -32,7 +32,7 @@ from monoblock.config.model import (
 )
 from monoblock.config.presets import PRESETS, tiny
 from monoblock.errors import ConfigError
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 RMS = NormConfig(kind="rms", affine="scale")
 BARE = NormConfig(affine="none")

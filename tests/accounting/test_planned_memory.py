@@ -8,7 +8,7 @@ from monoblock.accounting.report import account
 from monoblock.config.families import bert, gpt, llama, t5
 from monoblock.config.knobs import vary
 from monoblock.config.presets import preset
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.parallel.tensor_parallel import split_model
 from monoblock.parallel.vocabulary import to_local
 

@@ -14,7 +14,7 @@ from monoblock.config.presets import tiny
 from monoblock.config.resize import resize_pattern
 from monoblock.config.schema import nearest_divisor
 from monoblock.errors import ConfigError
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 GPT = gpt(vocab=11, width=12, depth=4, heads=3, context=13)
 LLAMA = llama(vocab=11, width=12, depth=4, heads=3, hidden=7, context=13)

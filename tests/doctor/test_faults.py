@@ -14,7 +14,7 @@ from monoblock.doctor.faults.fault import HOSTS, Fault, make_patient
 from monoblock.doctor.faults.table import FAULTS, diagnose_with_fault
 from monoblock.doctor.table import CHECKS
 from monoblock.errors import InputError
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 # The names of INTERFACE.md.
 NAMES = {

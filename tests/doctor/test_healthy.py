@@ -10,7 +10,7 @@ from monoblock.config.model import RecurrentConfig
 from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.config.presets import PRESETS, tiny
 from monoblock.doctor.diagnose import diagnose_model
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 DIFFERENT = {tiny(name): name for name in reversed(PRESETS)}  # one name for each tiny configuration
 

@@ -20,7 +20,7 @@ from monoblock.experiments.models.gradients import ROWS, initial_norms, trained_
 from monoblock.experiments.models.norms import neighbour_change
 from monoblock.experiments.models.residuals import trained_gradients
 from monoblock.experiments.models.scaling_law import fit_line, predict_last, summarize
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.language_modeling.data import unigram_loss
 from monoblock.tasks.loaded_model import LoadedModel

@@ -18,7 +18,7 @@ from monoblock.inference.runners.cuda import round_up_rows, supports_cuda_graph
 from monoblock.inference.runners.record import _without_collections
 from monoblock.inference.settings import Settings
 from monoblock.inference.speculative import DraftModel, PromptLookup
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 PROMPTS = ([5, 7, 11, 2, 3], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3])
 

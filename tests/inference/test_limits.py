@@ -6,7 +6,7 @@ import torch
 from monoblock.config.families import gpt
 from monoblock.inference import prepared_model
 from monoblock.inference.prepared_model import default_max_rows, row_bytes
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 CAPACITY = 32
 

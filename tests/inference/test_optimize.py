@@ -10,9 +10,10 @@ from monoblock.inference.arrange_weights import join_projection_storage
 from monoblock.inference.fast_linear import FusedLinear
 from monoblock.inference.fast_modules import FastAttention, FastFeedForward, build_fast_model
 from monoblock.inference.optimized import optimize
+from monoblock.inference.supported_models import reason_not_to_optimize
 from monoblock.kernels.gpu import Activations
+from monoblock.model import Transformer
 from monoblock.nn.linear import can_join
-from monoblock.nn.transformer import Transformer
 
 
 def build(config, seed=3):
@@ -69,6 +70,27 @@ def test_a_joined_model_is_saved_and_loaded_as_before(tmp_path):
     loaded = Transformer.from_pretrained(tmp_path).state_dict()
     assert loaded.keys() == before.keys()
     assert all(torch.equal(loaded[name], before[name]) for name in before)
+
+
+class WithLength(Transformer):
+    def length(self):
+        return 5
+
+
+class Doubled(Transformer):
+    def forward(self, *args, **options):
+        return 2 * super().forward(*args, **options)
+
+
+class Silent(Transformer):
+    def generate(self, ids, **options):
+        return ids
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(WithLength, None), (Doubled, "a Doubled"), (Silent, "a Silent")])
+def test_a_subclass_has_a_fast_copy_unless_it_overrides_something(kind, reason):
+    found = reason_not_to_optimize(kind(tiny("gpt2")).eval())
+    assert found is None if reason is None else reason in found
 
 
 def test_weights_created_in_inference_mode_can_be_fused():

@@ -14,7 +14,7 @@ from monoblock.cli.main import run
 from monoblock.interop.certificate import compare_logits, load_reference, silence_transformers
 from monoblock.interop.convert import open_model, pickle_to_safetensors
 from monoblock.interop.huggingface.export import export_hf
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 30, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 34}

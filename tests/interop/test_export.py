@@ -12,7 +12,7 @@ import monoblock as mb
 from monoblock.cli.main import run
 from monoblock.interop.convert import open_model, write_model
 from monoblock.interop.gguf.writer import save_gguf
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 290, "hidden_size": 36, "intermediate_size": 46, "num_hidden_layers": 2, "pad_token_id": 1}

@@ -12,7 +12,7 @@ import monoblock as mb
 from monoblock.cli.main import run as cli
 from monoblock.errors import FileError
 from monoblock.interop.folder import read_config
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from monoblock.interop.certificate import compare_logits, load_reference, silenc
 from monoblock.interop.gguf.architectures import ARCHITECTURES, LM_CLASS
 from monoblock.interop.gguf.reader import GgufWeights
 from monoblock.interop.gguf.writer import save_gguf
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.tokenizers.formats import sentencepiece
 from monoblock.tokenizers.formats.assembly import assemble_tokenizer_json
 from monoblock.tokenizers.formats.families import FAMILIES

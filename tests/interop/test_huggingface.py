@@ -39,7 +39,7 @@ from monoblock.interop.rename import (
     map_weights,
 )
 from monoblock.interop.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 
 @pytest.fixture
@@ -375,7 +375,7 @@ def test_a_weight_without_a_rule_is_named():
 MEASURE_MEMORY = """
 import sys, torch
 from pathlib import Path
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 def memory(field):     # not getrusage, whose peak is inherited from the parent process
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from monoblock import vary
 from monoblock.config.presets import tiny
 from monoblock.kernels.cpu import autograd, library
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 ODD = autograd.MIN_ELEMENTS + 3  # not divisible by the width of a vector
 

@@ -32,7 +32,7 @@ from support import (
 from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig
 from monoblock.config.presets import preset, tiny
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 
 def hidden_states(model, ids, **options):

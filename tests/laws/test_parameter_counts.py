@@ -6,7 +6,7 @@ from support import law_names, preset_names, tiny_config, tiny_model
 
 from monoblock.accounting.report import account
 from monoblock.config.presets import PRESETS
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 
 def count_built(config):

@@ -21,7 +21,7 @@ from support import (
 
 from monoblock.accounting.report import account
 from monoblock.config.model import ModelConfig
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 ROWS, LENGTH = 3, 11
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

@@ -7,7 +7,7 @@ from support import PADDINGS, B, assert_bit_equal, assert_near, build_model, pad
 from monoblock.accounting.report import account
 from monoblock.config.families import bert, vit
 from monoblock.config.knobs import vary
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 BERT = bert(vocab=61, width=12, depth=2, heads=3, context=37, head="none")
 VIT = vary(vit(image=6, patch=2, width=12, depth=2, heads=3, classes=5), head="none")

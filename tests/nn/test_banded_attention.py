@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from monoblock.config.families import bert, gpt, llama
 from monoblock.config.knobs import vary
 from monoblock.config.model import AttentionConfig
+from monoblock.model import Transformer
 from monoblock.nn import attention
 from monoblock.nn.attention import (
     BANDED,
@@ -35,7 +36,6 @@ from monoblock.nn.masks import (
     window,
 )
 from monoblock.nn.token_positions import TokenPositions, arange_positions
-from monoblock.nn.transformer import Transformer
 
 B, H, G, T, K = 2, 4, 2, 75, 8
 SMALL_TILES = (8, 16)

@@ -11,9 +11,9 @@ from monoblock.config.families import gpt, t5, vaswani
 from monoblock.config.knobs import rebuild, vary
 from monoblock.config.model import InitConfig
 from monoblock.config.presets import tiny
+from monoblock.model import Transformer
 from monoblock.nn.initialize import COMMON_RULES, SCHEMES, initialize
 from monoblock.nn.norm import Norm
-from monoblock.nn.transformer import Transformer
 
 
 def build(config, seed=0):

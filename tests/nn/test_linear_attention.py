@@ -11,6 +11,7 @@ from monoblock.config.model import Rotary
 from monoblock.errors import ConfigError, InputError
 from monoblock.inference.supported_models import SUPPORTED, reason_not_to_optimize, unsupported_field
 from monoblock.interop.huggingface.export import choose_family
+from monoblock.model import Transformer
 from monoblock.nn.linear_attention import (
     CHUNK,
     Features,
@@ -21,7 +22,6 @@ from monoblock.nn.linear_attention import (
     feature_map,
 )
 from monoblock.nn.positions import apply_rotary, rotary_angles
-from monoblock.nn.transformer import Transformer
 
 B, H, G, K, V = 2, 6, 3, 4, 5
 SIZES = {"vocab": 61, "width": 24, "depth": 2, "heads": 4, "context": 300}

@@ -8,8 +8,8 @@ from torch.autograd import gradcheck
 
 from monoblock.config.families import gpt
 from monoblock.config.model import NormConfig
+from monoblock.model import Transformer
 from monoblock.nn.norm import Norm, layer_norm, rms_norm
-from monoblock.nn.transformer import Transformer
 
 HALF = [torch.float16, torch.bfloat16]
 CONFIGS = [

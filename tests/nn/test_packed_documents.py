@@ -15,13 +15,13 @@ from support import (
 from monoblock.config.families import bert, vaswani
 from monoblock.config.knobs import vary
 from monoblock.errors import InputError
+from monoblock.model import Transformer
 from monoblock.nn import attention, flex
 from monoblock.nn.attention import attend
 from monoblock.nn.masks import everything
 from monoblock.nn.packed import attend_packed
 from monoblock.nn.packed.documents import DocumentRows, PackedDocuments
 from monoblock.nn.token_positions import TokenPositions, arange_positions
-from monoblock.nn.transformer import Transformer
 
 SOURCE_LENGTHS, TARGET_LENGTHS = [5, 1, 9, 3, 7], [2, 6, 4, 8, 1]
 ROTARY = "rotary encoder-decoder"

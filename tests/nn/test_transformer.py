@@ -25,7 +25,7 @@ from monoblock.config.families import bert, gpt, vaswani
 from monoblock.config.knobs import vary
 from monoblock.config.presets import tiny
 from monoblock.errors import InputError
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 # -- shapes ---------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from training_support import train_to_end, write_recipe
 
 import monoblock
 from monoblock.config.presets import tiny
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.parallel.gather import count_bytes
 from monoblock.parallel.strategy import Strategy, TensorParallel
 from monoblock.parallel.whole_model import call_with_whole_model, has_room

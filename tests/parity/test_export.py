@@ -17,7 +17,7 @@ from test_logits import published_class, random_model  # noqa: E402
 import monoblock as mb  # noqa: E402
 from monoblock.cli.main import run  # noqa: E402
 from monoblock.interop.convert import open_model, write_model  # noqa: E402
-from monoblock.nn.transformer import Transformer  # noqa: E402
+from monoblock.model import Transformer  # noqa: E402
 
 TEXT = "the cat sat on the mat, a hat in hand; 3 of 5 did. "
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

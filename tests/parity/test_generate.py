@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from monoblock.nn.transformer import Transformer  # noqa: E402
+from monoblock.model import Transformer  # noqa: E402
 
 VOCAB, PROMPTS, MAX_NEW = 61, 50, 13
 START_ID, PAD_ID = 3, 1

@@ -12,7 +12,7 @@ from monoblock.config.knobs import vary
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.readers.conll import read_conll
 from monoblock.errors import ConfigError, FileError
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.progress import TrainingProgress

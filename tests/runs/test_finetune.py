@@ -20,7 +20,7 @@ from training_support import (
 import monoblock as mb
 from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError, FileError
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.runs.finetune import build_finetuning_recipe
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import build_model_config, read_recipe

@@ -14,7 +14,7 @@ from monoblock.baselines.lstm import Recurrent
 from monoblock.config.families import bert, gpt, t5
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, FileError
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.training import checkpoint, optimizer
 from monoblock.training.muon import Muon, orthogonalize
 from monoblock.training.resume_state import (

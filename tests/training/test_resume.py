@@ -25,7 +25,7 @@ from training_support import (
 
 from monoblock.errors import FileError
 from monoblock.interop.tokenizer_folder import load_tokenizer
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training import checkpoint
 from monoblock.training.events import WarningEvent

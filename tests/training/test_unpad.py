@@ -18,7 +18,7 @@ from monoblock.config.families import bert
 from monoblock.config.knobs import vary
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.errors import ConfigError
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.recipes.parallel_checks import check_parallel
 from monoblock.runs.recipe import read_recipe
 from monoblock.training.collate import (

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoblock.baselines.lstm import EncoderMemory, LSTMState, Recurrent
 from monoblock.errors import InputError
 from monoblock.inference import generate
 from monoblock.inference.beam import BeamHypothesis, BeamSearches
@@ -98,13 +97,11 @@ class Request:
 class Decoder:
     """Decode requests in batches.  Several models, LSTMs and Transformers, average their log-probabilities."""
 
-    def __init__(
-        self, models: Sequence[Recurrent | Transformer], *, max_rows: int = MAX_ROWS, tap: Tap | None = None
-    ) -> None:
+    def __init__(self, models: Sequence[Any], *, max_rows: int = MAX_ROWS, tap: Tap | None = None) -> None:
         if tap is not None and not callable(tap):
             raise InputError(f"tap={tap!r:.60} is not valid; write a function (name, activation) -> activation or None")
         self.models, self.max_rows = tuple(models), max_rows
-        self.members = [LSTMRows(m, tap) if isinstance(m, Recurrent) else TransformerRows(m) for m in models]
+        self.members = [TransformerRows(m) if isinstance(m, Transformer) else m.decoding_rows(tap) for m in models]
         self.limits = combine_limits([_limits_of(model) for model in models])
         self.device = self.limits.device
         self.context = sys.maxsize if self.limits.context is None else self.limits.context
@@ -234,48 +231,10 @@ def _shape(settings: Settings) -> tuple[int, int, int]:
     return settings.rows_per_prompt, settings.num_beams, settings.num_beam_groups
 
 
-def _limits_of(model: Recurrent | Transformer) -> ModelLimits:
+def _limits_of(model: Any) -> ModelLimits:
     config, has_encoder = model.config, model.encoder is not None
     source = config.vocab_sizes[0] if has_encoder else None  # of any length
     return ModelLimits(config.family, model.device, config.vocab_sizes[-1], config.context, has_encoder, source, None)
-
-
-class LSTMRows:
-    """The rows of a batch in an LSTM: the recurrent state of each, and the source that it attends to."""
-
-    def __init__(self, model: Recurrent, tap: Tap | None) -> None:
-        self.model, self.tap = model, tap
-        self.state: LSTMState
-        self.memory: EncoderMemory | None = None
-
-    def start(self, prompts: Sequence[Prompt], copies: int) -> Tensor:
-        """Read prompts, each for some rows; return the logits (rows, V) after the last token of each."""
-        model, self.memory = self.model, None
-        if model.encoder is not None:
-            source, mask = pad_right([prompt.source or () for prompt in prompts], model.device)
-            self.memory = model.encode(source, mask, tap=self.tap)
-        ids, mask = pad_right([prompt.ids for prompt in prompts], model.device)
-        logits, self.state = model.step(ids[:, 0], None, self.memory, tap=self.tap)
-        for position in range(1, ids.shape[1]):
-            old, logits = (logits, *self.state), self.step(ids[:, position])
-            if mask is not None:
-                pairs = zip((logits, *self.state), old, strict=True)
-                logits, hidden, cell = (torch.where(mask[:, position, None], *pair) for pair in pairs)
-                self.state = LSTMState(hidden, cell)
-        rows = torch.arange(len(prompts), device=model.device).repeat_interleave(copies)
-        self.select(rows)
-        return logits[rows]
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Append a token to each row; return the logits (rows, V) after it."""
-        logits, self.state = self.model.step(tokens, self.state, self.memory, tap=self.tap)
-        return logits
-
-    def select(self, rows: Tensor, *, same_sources: bool = False) -> None:
-        """Continue with these rows; with same_sources, each takes the place of a row of the same request."""
-        self.state = self.state.select(rows)
-        if self.memory is not None and not same_sources:
-            self.memory = self.memory.select(rows)
 
 
 class TransformerRows:

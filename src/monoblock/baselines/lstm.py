@@ -25,7 +25,7 @@ Number of parameters (V' = V unless target_vocab is given; an LSTM layer with I 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self, Unpack, cast, overload
 
@@ -35,8 +35,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from monoblock.baselines.dropout import VariationalDropout, drop_words, language_model_layers
+from monoblock.baselines.generate import GenerateCall
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, InputError
+from monoblock.inference.request import Prompt, pad_right
 from monoblock.interop.folder import load_model, save_model
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.arguments import select_tokens
@@ -290,14 +292,10 @@ class Recurrent(nn.Module):
         self, ids: TokenRows, *, return_scores: bool = False, **options: Unpack[ModelOptions]
     ) -> Tensor | GeneratedTokens:
         """Return the prompts with their continuations, or the targets of sources, as `Transformer.generate` does."""
-        from monoblock.baselines.generate import GenerateCall
-
         return GenerateCall(self, ids, False, **options).run(return_scores=return_scores)
 
     def stream(self, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
         """Yield the new tokens (B,) after each step; `options` are those of `generate`."""
-        from monoblock.baselines.generate import GenerateCall
-
         return GenerateCall(self, ids, True, **options).stream()
 
     @classmethod
@@ -315,6 +313,9 @@ class Recurrent(nn.Module):
         `dtype` rounds the weights.
         """
         save_model(self, folder, dtype=dtype, max_shard_size=max_shard_size)
+
+    def decoding_rows(self, tap: Tap | None = None) -> LSTMRows:
+        return LSTMRows(self, tap)
 
     @property
     def device(self) -> torch.device:
@@ -337,6 +338,44 @@ class Recurrent(nn.Module):
         shape = (self.config.depth, rows, self.config.width)
         if state is not None and state.hidden.shape != shape:
             raise InputError(f"state has shape {tuple(state.hidden.shape)}, but these ids need a state of {shape}")
+
+
+class LSTMRows:
+    """The rows of a batch in an LSTM: the recurrent state of each, and the source that it attends to."""
+
+    def __init__(self, model: Recurrent, tap: Tap | None) -> None:
+        self.model, self.tap = model, tap
+        self.state: LSTMState
+        self.memory: EncoderMemory | None = None
+
+    def start(self, prompts: Sequence[Prompt], copies: int) -> Tensor:
+        """Read prompts, each for some rows; return the logits (rows, V) after the last token of each."""
+        model, self.memory = self.model, None
+        if model.encoder is not None:
+            source, mask = pad_right([prompt.source or () for prompt in prompts], model.device)
+            self.memory = model.encode(source, mask, tap=self.tap)
+        ids, mask = pad_right([prompt.ids for prompt in prompts], model.device)
+        logits, self.state = model.step(ids[:, 0], None, self.memory, tap=self.tap)
+        for position in range(1, ids.shape[1]):
+            old, logits = (logits, *self.state), self.step(ids[:, position])
+            if mask is not None:
+                pairs = zip((logits, *self.state), old, strict=True)
+                logits, hidden, cell = (torch.where(mask[:, position, None], *pair) for pair in pairs)
+                self.state = LSTMState(hidden, cell)
+        rows = torch.arange(len(prompts), device=model.device).repeat_interleave(copies)
+        self.select(rows)
+        return logits[rows]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token to each row; return the logits (rows, V) after it."""
+        logits, self.state = self.model.step(tokens, self.state, self.memory, tap=self.tap)
+        return logits
+
+    def select(self, rows: Tensor, *, same_sources: bool = False) -> None:
+        """Continue with these rows; with same_sources, each takes the place of a row of the same request."""
+        self.state = self.state.select(rows)
+        if self.memory is not None and not same_sources:
+            self.memory = self.memory.select(rows)
 
 
 def run_lstm(lstm: nn.Module, x: Tensor, lengths: Tensor | None, state: LSTMState | None) -> tuple[Tensor, LSTMState]:

@@ -14,10 +14,10 @@ from monoblock.config.families import LAYER_NORM, build_stack
 from monoblock.config.model import BlockConfig, EmbeddingConfig, HeadConfig, Learned, ModelConfig
 from monoblock.errors import InputError
 from monoblock.inference.runners.plain import evaluation_mode
+from monoblock.model import Transformer
 from monoblock.nn.attention import AttentionContext, attend, attend_fused
 from monoblock.nn.masks import everything, mask_from_matrix
 from monoblock.nn.token_positions import arange_positions
-from monoblock.nn.transformer import Transformer
 
 
 class WeightsRecorder:

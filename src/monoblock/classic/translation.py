@@ -16,7 +16,7 @@ import torch
 
 from monoblock.config.families import gpt
 from monoblock.errors import InputError
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 Word = tuple[str, ...]  # its symbols: at first its characters
 

@@ -89,7 +89,7 @@ def _measure_components(model_account: Account, options: dict[str, Any]) -> dict
 
     from monoblock.config.model import EmbeddingConfig, PatchConfig
     from monoblock.inspection.profile import profile
-    from monoblock.nn.transformer import Transformer
+    from monoblock.model import Transformer
 
     config = model_account.config
     if isinstance(config, RecurrentConfig):

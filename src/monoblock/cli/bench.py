@@ -17,7 +17,7 @@ from monoblock.errors import ConfigError, FileError, did_you_mean, with_article
 
 if TYPE_CHECKING:
     from monoblock.config.model import ModelConfig
-    from monoblock.nn.transformer import Transformer
+    from monoblock.model import Transformer
 
 DEFAULT_MODEL = "gpt2"
 DEFAULT_PROMPT, DEFAULT_NEW = 32, 64  # tokens
@@ -177,7 +177,7 @@ def _load_model(
     import torch
 
     from monoblock.config.presets import PRESETS, preset
-    from monoblock.nn.transformer import Transformer
+    from monoblock.model import Transformer
 
     device, torch_dtype = resolve_device(device, dtype)
     if Path(what).exists():

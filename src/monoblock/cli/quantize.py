@@ -136,7 +136,7 @@ def command(
     if data is not None and data.is_file():
         text, data = str(data), None
     from monoblock.interop.companions import read_companions
-    from monoblock.nn.transformer import Transformer
+    from monoblock.model import Transformer
     from monoblock.quantization.convert import quantize
 
     before = Transformer.from_pretrained(model).eval()

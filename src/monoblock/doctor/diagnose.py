@@ -23,7 +23,7 @@ from monoblock.doctor.subject import Subject
 from monoblock.doctor.table import CHECKS, Check
 from monoblock.doctor.transformers_subject import TransformersSubject, is_transformers_model
 from monoblock.errors import InputError, did_you_mean
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 
 def make_subject(model: Any, options: PlainOptions) -> Subject:

@@ -11,8 +11,8 @@ from monoblock.config.model import EmbeddingConfig, Learned, ModelConfig, PatchC
 from monoblock.config.parts import SEQUENCE_HEADS
 from monoblock.doctor.subject import Declared, Subject, prime_length
 from monoblock.errors import InputError
+from monoblock.model import Transformer
 from monoblock.nn.kv_cache.cache import Cache
-from monoblock.nn.transformer import Transformer
 
 
 class _PlainAttention:

@@ -54,7 +54,7 @@ def reason_not_to_optimize(model: Transformer) -> str | None:
 def _reason(module: nn.Module) -> str | None:
     """Return why a module must not be replaced by a faster one: it is not as this package builds it."""
     kind = type(module)
-    if kind not in MODULES:
+    if kind not in MODULES and not _adds_to_transformer(kind):
         return f"is a {kind.__name__}"
     if is_customized(module) or is_patched(kind) or any(callable(getattr(kind, name, None)) for name in vars(module)):
         return "has hooks or methods of its own"
@@ -76,6 +76,15 @@ def _reason(module: nn.Module) -> str | None:
         field = unsupported_field(module.config, SUPPORTED)
         return None if field is None else f"has {field}, which is not supported"
     return None
+
+
+def _adds_to_transformer(kind: type) -> bool:
+    """Return whether a class adds methods to a Transformer, as `mb.Transformer` does, and changes none."""
+    if not issubclass(kind, Transformer):
+        return False
+    classes = kind.__mro__[: kind.__mro__.index(Transformer) + 1]
+    names = [name for one in classes for name in vars(one) if name in ("__init__", "__call__") or name[:2] != "__"]
+    return len(names) == len(set(names))
 
 
 # -- fields of configurations ---------------------------------------------------------------------------------------

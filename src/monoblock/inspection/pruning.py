@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from monoblock.errors import InputError, did_you_mean
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import merge_adapters
 
+T = TypeVar("T", bound=Transformer)
 
-def prune_heads(model: Transformer, heads: Mapping[str, Iterable[int]]) -> Transformer:
+
+def prune_heads(model: T, heads: Mapping[str, Iterable[int]]) -> T:
     """Return a copy of a model without the given heads.
 
     `heads` maps the name of an attention layer to the indices of its heads to remove, such as
@@ -28,7 +31,7 @@ def prune_heads(model: Transformer, heads: Mapping[str, Iterable[int]]) -> Trans
     model = merge_adapters(model)
     keep = {name: _heads_to_keep(model.config, name, sorted(set(pruned))) for name, pruned in heads.items()}
     with torch.device("meta"):
-        smaller = Transformer(_prune_config(model.config, keep))
+        smaller = type(model)(_prune_config(model.config, keep))
     state = dict(model.state_dict())
     for name, kept in keep.items():
         config = _find_attention(model.config, name)

@@ -7,7 +7,7 @@ ranking for all heads removes both.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from monoblock.errors import InputError
 from monoblock.inspection.head_ranking import HeadGroup, choose_heads, list_groups, prunable_layers, rank_heads
@@ -17,18 +17,20 @@ from monoblock.nn.transformer import Transformer
 
 MAX_DEFAULT_ROUNDS = 16
 
+T = TypeVar("T", bound=Transformer)
 
-class PrunedHeads(NamedTuple):
+
+class PrunedHeads(NamedTuple, Generic[T]):
     """A pruned model and what was removed; heads have the numbers of the original model."""
 
-    model: Transformer
+    model: T
     removed: dict[str, list[int]]  # heads by layer
     ranking: list[HeadGroup]  # removed groups in the order of removal, then the others, the least important first
     num_rounds: int
 
 
 def prune_in_rounds(
-    model: Transformer,
+    model: T,
     batches: Iterable[Any],
     loss: BatchLoss,
     count: int,
@@ -37,7 +39,7 @@ def prune_in_rounds(
     layers: str = "*",
     method: ImportanceMethod = "gradient",
     progress: Callable[[int], None] = lambda count: None,
-) -> PrunedHeads:
+) -> PrunedHeads[T]:
     """Remove the `count` heads that matter least for the loss on the batches.
 
     rounds: how often importance is measured.  None removes one group of heads in each round, or more in each of

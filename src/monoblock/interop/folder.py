@@ -21,8 +21,7 @@ from monoblock.interop.companions import Companions, cast, choose_dtype, read_co
 from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
 from monoblock.interop.hub import resolve_model_path
 from monoblock.interop.safetensors_reader import build_on_meta, open_weights
-from monoblock.interop.weight_parts import WeightParts, split_weights
-from monoblock.interop.weights_reader import WeightReader
+from monoblock.interop.weights_reader import WeightParts, WeightReader, split_weights
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, save_weights
 from monoblock.quantization.convert import build_quantized, merge_adapters, stored_dtypes
 from monoblock.untrusted_files import has_file, read_json, reading, safe_join, write_atomically
@@ -130,7 +129,7 @@ def _load_model(
     if mesh is not None and (quantized or not isinstance(config, ModelConfig)):
         kind = "a quantized model" if quantized else "no Transformer, but a model"
         raise InputError(f"{folder} contains {kind}, which several processes cannot share; load it in one process")
-    build: Any = (lambda config: build_quantized(config, dtype)) if quantized else cls
+    build: Any = partial(build_quantized, cls, dtype=dtype) if quantized else cls
     try:
         model: Any = build_on_meta(build, config, len(open_weights(folder)))
     except ConfigError as error:  # such as that of another kind of model

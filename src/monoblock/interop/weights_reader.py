@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from monoblock.errors import FileError
 from monoblock.interop.safetensors_reader import SafetensorsWeights
 from monoblock.untrusted_files import short_repr
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 REMAP_BYTES = 2**22  # least number of bytes read through a mapping before it is reopened
 REMAPS_PER_MODEL = 32  # about how often a large file is mapped again
@@ -92,3 +97,33 @@ class WeightReader:
             raise FileError(
                 f"{short_repr(keys[0])} of shape {weights.shapes[keys[0]]} does not fit the configuration: {reason}"
             ) from None
+
+
+# -- the parts of weights that a process reads -------------------------------------------------------------------------
+
+
+class WeightParts(Protocol):
+    def select(self, names: Sequence[str], weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return views of the parts of these weights that this process stores."""
+        ...
+
+    def join(self, name: str, part: Tensor) -> Tensor:
+        """Return a part, in its final dtype and on its device, as what the model stores under this name."""
+        ...
+
+
+class WholeWeights:
+    def select(self, names: Sequence[str], weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        return weights
+
+    def join(self, name: str, part: Tensor) -> Tensor:
+        return part
+
+
+def split_weights(model: nn.Module, mesh: DeviceMesh | None) -> WeightParts:
+    """Split a model on the meta device among the processes of a mesh, before its weights are read."""
+    if mesh is None:
+        return WholeWeights()
+    from monoblock.parallel.inference import TensorParts  # torch.distributed.tensor takes long to import
+
+    return TensorParts(model, mesh)

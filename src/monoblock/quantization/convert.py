@@ -19,20 +19,21 @@ from monoblock.nn.transformer import Transformer
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T", bound=Transformer)
 
 DEFAULT_GROUP_SIZES = {8: 64, 4: 32}  # bits -> weights that share a scale
 TABLE_MODULES = ("input.token", "target.token", "head.output")  # quantized to table_bits
 
 
 def quantize(
-    model: Transformer,
+    model: T,
     *,
     bits: int = 8,
     group: int | None = None,
     table_bits: int = 8,
     activation_bits: int = 16,
     progress: Callable[[int, int], None] | None = None,
-) -> Transformer:
+) -> T:
     """Return a copy of a model in which every matrix except routers is quantized to `bits` bits.
 
     The token embedding and the output matrix are quantized to `table_bits` bits instead.  `group` weights share a
@@ -55,21 +56,21 @@ def quantize(
     return quantized
 
 
-def build_quantized(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
+def build_quantized(cls: type[T], config: ModelConfig, dtype: torch.dtype = torch.float32) -> T:
     """Build a model with quantized modules, into which stored weights can be loaded.
 
     On the meta device no weight is computed.
     """
     assert config.quantize is not None
-    return quantize_modules(Transformer(replace(config, quantize=None)).to(dtype), config.quantize)
+    return quantize_modules(cls(replace(config, quantize=None)).to(dtype), config.quantize)
 
 
-def dequantize(model: Transformer) -> Transformer:
+def dequantize(model: T) -> T:
     """Return a copy of a quantized model with floating-point matrices; other models are returned unchanged."""
     if model.config.quantize is None:
         return model
     with torch.device("meta"):
-        dequantized = Transformer(replace(model.config, quantize=None))
+        dequantized = type(model)(replace(model.config, quantize=None))
     matrices = {path: module for path, module in model.named_modules() if isinstance(module, QuantizedMatrix)}
     state = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in matrices}
     state |= {name: tensor for name, tensor in model.state_dict().items() if name.endswith(".bias")}
@@ -114,9 +115,7 @@ def copy_sharing_weights(model: M) -> M:
     return copy.deepcopy(model, memo)
 
 
-def quantize_modules(
-    model: Transformer, config: QuantizeConfig, progress: Callable[[int, int], None] | None = None
-) -> Transformer:
+def quantize_modules(model: T, config: QuantizeConfig, progress: Callable[[int, int], None] | None = None) -> T:
     """Replace the matrices of a model by quantized modules, in place."""
     matrices = list(quantizable_matrices(model))
     for done, (parent, name, path) in enumerate(matrices, start=1):

@@ -21,7 +21,7 @@ from monoblock.untrusted_files import read_json, safe_join
 
 if TYPE_CHECKING:  # counting needs no torch, unless weights are counted
     from monoblock.baselines.lstm import Recurrent
-    from monoblock.nn.transformer import Transformer
+    from monoblock.model import Transformer
 
 SIZED_TOKENIZERS = ("bpe", "wordpiece", "unigram")  # the size of the vocabulary is set in the recipe
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
@@ -49,8 +49,8 @@ def account(
         return account_config(what, name=name)
     if not isinstance(what, str | Path):
         from monoblock.baselines.lstm import Recurrent
+        from monoblock.model import Transformer
         from monoblock.nn.arguments import check_model
-        from monoblock.nn.transformer import Transformer
 
         check_model(what, (Transformer, Recurrent), "account", also="a configuration or the name of a preset")
         weights = {path.replace(".base.", "."): weight.numel() for path, weight in what.named_parameters()}  # of LoRA
@@ -110,7 +110,7 @@ def _compare(config: ModelConfig | RecurrentConfig, weights: Mapping[str, int]) 
         return {}
     from monoblock.baselines.lstm import Recurrent
     from monoblock.interop.safetensors_reader import build_on_meta
-    from monoblock.nn.transformer import Transformer
+    from monoblock.model import Transformer
 
     kind: Any = Transformer if isinstance(config, ModelConfig) else Recurrent
     plain = build_on_meta(kind, config, 2**31)

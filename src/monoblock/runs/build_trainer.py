@@ -15,7 +15,7 @@ from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.data.batching.loader import BatchLoader
 from monoblock.data.batching.plans import BatchIndices, batch_for_rank
 from monoblock.errors import ConfigError
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.parallel.strategy import Strategy
 from monoblock.parallel.world import World
 from monoblock.recipes.schema import Recipe, TrainSection

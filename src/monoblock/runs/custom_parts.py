@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.errors import ConfigError, InputError
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.runs.warm_start import WarmStart
 from monoblock.tasks.special_tokens import special_token_ids
 from monoblock.tasks.task import Task

@@ -17,7 +17,7 @@ from monoblock.doctor.report import Report
 from monoblock.doctor.table import CHECKS
 from monoblock.errors import FileError, InputError, MonoblockError
 from monoblock.interop.hub import resolve_model_path
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.recipes.parse import RECIPE_FILE, recipe_path
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.generation_config import DECODER_START_KEY, read_written_options

@@ -11,7 +11,7 @@ from monoblock.plots.architecture import Drawing, draw as draw_config
 from monoblock.runs.account import config_of_recipe, is_recipe
 
 if TYPE_CHECKING:
-    from monoblock.nn.transformer import Transformer
+    from monoblock.model import Transformer
 
 
 def draw(what: ModelConfig | Transformer | str | Path, *, name: str | None = None) -> Drawing:

@@ -17,7 +17,7 @@ from monoblock.interop.folder import CONFIG_FILE, load_model
 from monoblock.interop.hub import resolve_model_path
 from monoblock.interop.labels import read_labels
 from monoblock.interop.tokenizer_folder import load_tokenizer
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.recipes.parse import RECIPE_FILE, recipe_path
 from monoblock.runs.generation_config import read_generation_defaults
 from monoblock.runs.pipeline import Pipeline

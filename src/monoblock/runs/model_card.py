@@ -9,7 +9,7 @@ from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import ModelConfig
 from monoblock.errors import FileError
 from monoblock.metrics.format import format_metric
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.recipes.schema import Recipe, TrainSection
 from monoblock.runs.account import account
 from monoblock.tasks.task import Task

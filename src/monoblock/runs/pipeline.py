@@ -25,8 +25,8 @@ from monoblock.errors import InputError
 from monoblock.inference.request import Prompt
 from monoblock.inference.settings import Settings, split_seeds
 from monoblock.inference.streaming_text import TextChunk, chunk_texts
+from monoblock.model import Transformer
 from monoblock.nn.inputs.generation_options import GenerationOptions, PipelineOptions
-from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import DataSection
 from monoblock.runs.prediction_methods import PredictionMethods
 from monoblock.tasks.classification.predict import predict_numbers

@@ -11,8 +11,8 @@ from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError
 from monoblock.interop.digest import compute_body_digest
 from monoblock.kernels.fp8_linear import SIZE_MULTIPLE
+from monoblock.model import Transformer
 from monoblock.nn.stack import Stack
-from monoblock.nn.transformer import Transformer
 from monoblock.parallel.build_strategy import build_strategy
 from monoblock.parallel.strategy import Strategy
 from monoblock.parallel.world import SINGLE_PROCESS, World

@@ -18,7 +18,7 @@ from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.interop.companions import read_published_fields
 from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.parallel.whole_model import has_room
 from monoblock.quantization.convert import merge_adapters
 from monoblock.recipes.parse import recipe_path

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from monoblock.errors import InputError
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.recipes.parse import read_toml
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.custom_parts import Batch, CustomParts

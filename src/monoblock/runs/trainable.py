@@ -16,8 +16,8 @@ from torch import nn
 from monoblock.baselines.lstm import Recurrent
 from monoblock.errors import ConfigError
 from monoblock.interop.adapters import save_adapter
+from monoblock.model import Transformer
 from monoblock.nn.lora import add_lora, fold_lora, lora_layers
-from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import dequantize, quantize
 from monoblock.recipes.schema import LoraSection, Recipe
 from monoblock.tasks.task_data import TaskData

@@ -22,7 +22,7 @@ from monoblock.inference.request import Prompt
 from monoblock.inference.settings import Settings, check_effects, parse_settings
 from monoblock.inference.streaming_text import StreamingText, TextChunk, stream_chunks
 from monoblock.inference.supported_models import reason_not_to_optimize
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.recipes.schema import DataSection
 from monoblock.tasks.image_inputs import ImagePreprocessing
 from monoblock.tasks.input_template import InputTemplate

@@ -13,7 +13,7 @@ from monoblock.accounting.report import account
 from monoblock.cli._shared.bench_runners import RUNNERS, BenchSetup, Runner, RunnerUnavailable, export_for_peers
 from monoblock.cli._shared.model_options import DTYPES
 from monoblock.cli._shared.output import echo
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 DTYPE_NAMES = {name: short for short, name in DTYPES.items()}
 

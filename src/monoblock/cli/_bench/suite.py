@@ -34,7 +34,7 @@ from monoblock.config.model import ModelConfig
 from monoblock.config.presets import preset, tiny
 from monoblock.interop.gguf.writer import save_gguf
 from monoblock.kernels.cpu.processor import processor_name
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 COLUMNS = ("task", "runner", "speed", "unit", "of monoblock", "of the ceiling", "ceiling")
 MATRIX_PRODUCT, MEMORY = "matrix product", "memory"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from monoblock.cli._bench.ceilings import synchronize
 from monoblock.config.model import ModelConfig
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.training.loss import CrossEntropyLoss
 
 OURS, THEIRS, PLAIN = "monoblock", "transformers", "nanoGPT's operations"

@@ -21,7 +21,7 @@ from monoblock.config.families import vaswani
 from monoblock.inference.engine import Engine
 from monoblock.inference.optimized import optimize
 from monoblock.inference.settings import Settings
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.quantization.convert import quantize
 
 BEAMS, NEW, BATCH = 4, 14, 64

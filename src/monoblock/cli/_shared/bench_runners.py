@@ -20,7 +20,7 @@ import torch
 
 from monoblock.errors import MonoblockError
 from monoblock.inference.optimized import optimize
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 RunFunction = Callable[[list[list[int]], int], Any]
 

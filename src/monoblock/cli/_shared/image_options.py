@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,4 +24,5 @@ def set_image_size(pipe: Pipeline, pixels: int | None) -> Pipeline:
         return pipe
     from monoblock.nn.inputs.interpolate import interpolate
 
-    return replace(pipe, loaded=replace(pipe.loaded, model=interpolate(pipe.model, pixels)))  # type: ignore[arg-type]
+    model: Any = interpolate(pipe.model, pixels)  # type: ignore[type-var]  # which refuses an LSTM
+    return replace(pipe, loaded=replace(pipe.loaded, model=model))

@@ -60,7 +60,7 @@ def check_family(name: str) -> dict[str, Any]:
 
     from monoblock.accounting.report import account
     from monoblock.config.presets import PRESETS, tiny
-    from monoblock.nn.transformer import Transformer
+    from monoblock.model import Transformer
 
     with torch.device("meta"):
         built = sum(p.numel() for p in Transformer(PRESETS[name].config).parameters())

@@ -13,8 +13,8 @@ from monoblock.config.knobs import vary
 from monoblock.config.model import EmbeddingConfig, FeedForwardConfig, HeadConfig, Learned, ModelConfig, Rotary
 from monoblock.config.presets import tiny
 from monoblock.errors import InputError
+from monoblock.model import Transformer
 from monoblock.nn.stack import Stack
-from monoblock.nn.transformer import Transformer
 
 
 @dataclass

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from monoblock.doctor.faults.fault import Fault, Patient
+from monoblock.model import Transformer
 from monoblock.nn.norm import Norm
-from monoblock.nn.transformer import Transformer
 
 
 class ToyTokenizer:

@@ -9,7 +9,7 @@ from monoblock.doctor.faults.structure import STRUCTURE
 from monoblock.doctor.faults.training import TRAINING
 from monoblock.doctor.report import Report
 from monoblock.errors import InputError, did_you_mean
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*STRUCTURE, *FIT, *TRAINING)}
 

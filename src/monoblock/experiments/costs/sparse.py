@@ -20,7 +20,7 @@ from monoblock.experiments.costs.time_and_memory import best_seconds, default_de
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial, selection
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.models.reversal import parse_lengths
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 
 WINDOW, VOCAB = 128, 64
 CHECKED_TOKENS = 6 * WINDOW  # enough for every pattern to hide some

@@ -7,7 +7,7 @@ import torch
 from monoblock.config.inputs import EmbeddingConfig
 from monoblock.config.model import ModelConfig
 from monoblock.inspection.norms import StackNorms, gradient_norms
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.tasks.evaluation_report import EvaluationRequest, read_corpus
 from monoblock.tasks.language_modeling.data import iterate_windows, tokenize_corpus
 from monoblock.tasks.loaded_model import LoadedModel

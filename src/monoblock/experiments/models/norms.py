@@ -19,7 +19,7 @@ from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import load_run, train_run, training_metrics
 from monoblock.experiments.models.reversal import accuracy_by_length, parse_lengths, strings_folder, write_strings
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.account import account
 from monoblock.runs.recipe import read_recipe

@@ -21,7 +21,7 @@ from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import train_and_load, trial_recipe
 from monoblock.experiments.models.budgets import LANGUAGE_MODEL, TEXT_SMOKE, TEXT_STAND_IN
 from monoblock.metrics.text import perplexity
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.evaluate import evaluate_request

@@ -29,7 +29,7 @@ from monoblock.interop.huggingface.config_tree import config_difference
 from monoblock.interop.huggingface.equivalents import Form, equivalent_forms
 from monoblock.interop.huggingface.families import FAMILIES
 from monoblock.interop.huggingface.family import Family
-from monoblock.interop.huggingface.ignored_fields import is_harmless
+from monoblock.interop.huggingface.field_rules import is_harmless
 from monoblock.interop.huggingface.load import find_family
 from monoblock.interop.rename import TensorMapping, map_weights
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, TensorFactory, save_weights

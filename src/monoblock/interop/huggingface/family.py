@@ -18,8 +18,7 @@ from monoblock.interop.huggingface.config_tree import (
     resolve_sizes,
     tree_to_config,
 )
-from monoblock.interop.huggingface.field_rules import FieldRule, check_fields, read_fields, write_fields
-from monoblock.interop.huggingface.ignored_fields import is_harmless
+from monoblock.interop.huggingface.field_rules import FieldRule, check_fields, is_harmless, read_fields, write_fields
 from monoblock.interop.rename import Rule
 
 

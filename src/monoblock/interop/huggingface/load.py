@@ -24,8 +24,7 @@ from monoblock.interop.huggingface.family import Family
 from monoblock.interop.huggingface.field_rules import without_fields
 from monoblock.interop.rename import SUFFIXES, Rule, TensorMapping, map_weights
 from monoblock.interop.safetensors_reader import SafetensorsWeights, build_on_meta
-from monoblock.interop.weight_parts import split_weights
-from monoblock.interop.weights_reader import WeightReader
+from monoblock.interop.weights_reader import WeightReader, split_weights
 from monoblock.untrusted_files import short_repr
 
 if TYPE_CHECKING:

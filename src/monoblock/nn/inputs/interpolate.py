@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -14,10 +15,12 @@ from monoblock.nn.lora import fold_lora
 from monoblock.nn.positions import interpolate_grid
 from monoblock.nn.transformer import Transformer
 
+T = TypeVar("T", bound=Transformer)
+
 POSITION_WEIGHT = "input.position.weight"
 
 
-def interpolate(model: Transformer, image: int) -> Transformer:
+def interpolate(model: T, image: int) -> T:
     """Return a copy of a vision model for images of `image` × `image` pixels.
 
     The position embeddings of patches, learned or sinusoidal, are resized by bicubic interpolation and become learned
@@ -41,7 +44,7 @@ def interpolate(model: Transformer, image: int) -> Transformer:
         weights[POSITION_WEIGHT] = torch.cat((table[:first], interpolate_grid(table[first:], image // config.patch)))
         positions = Learned()
     with torch.device("meta"):  # skips the random initialization
-        copy = Transformer(replace(model.config, input=replace(config, image=image, positions=positions)))
+        copy = type(model)(replace(model.config, input=replace(config, image=image, positions=positions)))
     copy.load_state_dict(weights, assign=True)
     copy.loaded_from = model.loaded_from
     return copy.train(model.training)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.plots.page import AttentionMap, Section
 from monoblock.runs.inspect.inputs import InspectedInput, transformer_of
 from monoblock.runs.pipeline import Pipeline

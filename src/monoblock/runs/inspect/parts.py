@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.inspection.position_tables import position_tables
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.runs.inspect.attention import attention_part, coreference_part, heads_part, scores_part
 from monoblock.runs.inspect.layers import lens_part, masks_part, norms_part, parameters_part, positions_part
 from monoblock.runs.inspect.measurements import probes_part, profile_part

@@ -19,7 +19,7 @@ from monoblock.inspection.head_ranking import HeadGroup, list_groups
 from monoblock.inspection.importance import ImportanceMethod
 from monoblock.inspection.pruning_rounds import prune_in_rounds
 from monoblock.inspection.trace import trace
-from monoblock.nn.transformer import Transformer
+from monoblock.model import Transformer
 from monoblock.recipes.parse import RECIPE_FILE, recipe_path
 from monoblock.recipes.schema import Recipe, TokenizerSection
 from monoblock.runs.build_data import build_task_data, draft_config

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from monoblock.errors import InputError, did_you_mean
+from monoblock.model import Transformer
 from monoblock.nn.heads import pool
-from monoblock.nn.transformer import Transformer
 from monoblock.tasks.batching import ProgressCallback, no_progress, run_batches, run_image_batches
 from monoblock.tasks.image_inputs import Image
 from monoblock.tasks.loaded_model import LoadedModel
