@@ -27,7 +27,7 @@ from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
 from monoblock.runs.run_folder import RECIPE_FILE
-from monoblock.training import metrics_file
+from monoblock.training.events import read_metrics
 
 Metrics = dict[str, Any]
 CARD_FILE = "README.md"  # the last file that a run writes
@@ -58,7 +58,7 @@ def train_or_load(
         for _ in prepare_run(resolved, folder, data=data, resume=resume).events(resume=resume):
             pass
     pipe = load(folder)
-    seconds = sum(line.get("seconds", 0.0) for line in metrics_file.read_metrics(folder))
+    seconds = sum(line.get("seconds", 0.0) for line in read_metrics(folder))
     return pipe, {"parameters": account(pipe.model.config).parameters, "seconds": seconds}
 
 

@@ -38,7 +38,7 @@ from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.finetune import build_finetuning_recipe
 from monoblock.runs.load import load
 from monoblock.tasks.evaluation_report import EvaluationRequest
-from monoblock.training import metrics_file
+from monoblock.training.events import read_metrics
 
 TINY_MODEL = ["model.width=16", "model.heads=2"]
 SMOKE_OVERRIDES = ["data.limit=90", "train.epochs=1", "train.save_every=2", "train.eval_every=0.5", "train.warmup=1"]
@@ -52,7 +52,7 @@ def evaluate_run(folder: Path, args: argparse.Namespace, summary: Metrics, pretr
     """Return the metrics on the test split, or with --choose on the training rows that were held back."""
     seconds = summary["seconds"] + pretraining_seconds
     if args.choose:
-        last = [line for line in metrics_file.read_metrics(folder) if "val_loss" in line][-1]
+        last = [line for line in read_metrics(folder) if "val_loss" in line][-1]
         return summary | {"accuracy": last["val_accuracy"], "macro F1": None, "seconds": seconds}
     request = EvaluationRequest(data="reviews", split="test", folder=args.data, limit=30 if args.smoke else None)
     metrics = evaluate_request(load(folder), request).metrics

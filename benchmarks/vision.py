@@ -23,7 +23,7 @@ from _runs import Metrics, add_arguments, collect_rows, format_tables, run_folde
 from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.recipe import read_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
-from monoblock.training import metrics_file
+from monoblock.training.events import read_metrics
 
 
 class Job(NamedTuple):
@@ -58,7 +58,7 @@ def run(job: Job, seed: int, folder: Path, data: Path | None, args: argparse.Nam
     pipe, summary = train_or_load(job.recipe, overrides, folder, data)
     corpus = read_recipe(job.recipe, overrides).data.corpus
     metrics = evaluate_request(pipe, EvaluationRequest(data=corpus, split="test", folder=data, batch=500)).metrics
-    valid = [line["val_accuracy"] for line in metrics_file.read_metrics(folder) if "val_accuracy" in line]
+    valid = [line["val_accuracy"] for line in read_metrics(folder) if "val_accuracy" in line]
     wrong = round(metrics["sources"] * (1 - metrics["accuracy"]))
     return summary | {
         "test accuracy": metrics["accuracy"],

@@ -19,8 +19,8 @@ import monoblock
 from monoblock.cli.main import run as cli
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
-from monoblock.training import metrics_file
-from monoblock.training.events import StepEvent
+from monoblock.training import events as training_events
+from monoblock.training.events import METRICS_FILE, StepEvent
 
 WORDS = ("and", "the", "king", "said", "unto", "them", "go", "up", "out", "of", "my", "land", "for", "it", "is", "day")
 # Sizes differ, so that swapped axes fail; with dropout a lost random state changes the losses.
@@ -171,9 +171,8 @@ def file_digest(path):
 
 def read_metrics(folder):
     """All lines of the metrics, without times."""
-    return [
-        {key: value for key, value in line.items() if key != "seconds"} for line in metrics_file.read_metrics(folder)
-    ]
+    lines = training_events.read_metrics(folder)
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 
 
 def assert_same_run(actual, expected, steps):
@@ -222,7 +221,7 @@ def read_log(out):
 
 def last_logged_step(out):
     """The last step in the metrics of a run, which may be writing them."""
-    path = out / metrics_file.METRICS_FILE
+    path = out / METRICS_FILE
     lines = path.read_bytes().splitlines()[-2:] if path.exists() else []
     for line in reversed(lines):
         try:

@@ -32,7 +32,7 @@ from torch import Tensor
 import monoblock
 from monoblock.runs.run_folder import has_run
 from monoblock.training import checkpoint, sharded_checkpoint
-from monoblock.training.metrics_file import METRICS_FILE, read_metrics
+from monoblock.training.events import METRICS_FILE, read_metrics
 
 RESULTS = Path(__file__).parents[1] / "results" / "rank-kills.md"
 STRATEGIES = {"ddp": (2, 10), "fsdp": (2, 10), "tp": (2, 8), "pp": (2, 8), "fsdp+tp": (4, 4)}  # processes, kills

@@ -85,7 +85,7 @@ _HOME = {
     "patch": "inspection.edits",
     "preset": "config.presets",
     "quantize": "quantization.convert",
-    "read_metrics": "training.metrics_file",
+    "read_metrics": "training.events",
     "same_document": "nn.masks",
     "save_adapter": "interop.adapters",
     "t5": "config.families",

@@ -77,7 +77,7 @@ from monoblock.tasks.labels import Prediction as Prediction
 from monoblock.tasks.task import Task as Task
 from monoblock.tasks.task_data import TaskData as TaskData, TaskInputs as TaskInputs
 from monoblock.tokenizers.tokenizer import Tokenizer as Tokenizer
-from monoblock.training.metrics_file import read_metrics as read_metrics
+from monoblock.training.events import read_metrics as read_metrics
 
 __version__: str
 __all__: list[str]

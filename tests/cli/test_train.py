@@ -12,7 +12,7 @@ from monoblock.cli._shared.training_run import print_resume_command
 from monoblock.cli.main import run
 from monoblock.runs.recipe import read_recipe
 from monoblock.tokenizers.tokenizer import Tokenizer
-from monoblock.training import metrics_file
+from monoblock.training.events import read_metrics
 
 BOOK = "".join(f"And the {n} sons of the king went up to the house of the LORD.\n" for n in range(600))
 RECIPE = """
@@ -137,7 +137,7 @@ def test_a_dry_run_reads_no_data_and_writes_nothing(workspace, capsys):
 def test_two_runs_of_a_recipe_give_the_same_losses(workspace):
     for out in ("one", "two"):
         assert run(["train", "toy.toml", "model.dropout=0.1", "--out", out]) == 0
-    one, two = (metrics_file.read_metrics(workspace / out) for out in ("one", "two"))
+    one, two = (read_metrics(workspace / out) for out in ("one", "two"))
     assert [line.get("loss") for line in one] == [line.get("loss") for line in two]
     assert (workspace / "one" / "model.safetensors").read_bytes() == (
         workspace / "two" / "model.safetensors"
@@ -204,7 +204,7 @@ def test_ls_runs_reports_the_progress_of_each_run(workspace, capsys):
     assert first["best_val_loss"] > 0
     assert first["lr"] == read_recipe("toy.toml").train.lr
     assert (broken["loss"], broken["lr"]) == (1.0, None)
-    assert first["loss"] == [line["loss"] for line in metrics_file.read_metrics("runs/first") if "loss" in line][-1]
+    assert first["loss"] == [line["loss"] for line in read_metrics("runs/first") if "loss" in line][-1]
     assert run(["ls", "runs"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
 
@@ -215,7 +215,7 @@ def test_a_run_without_validation_shows_its_learning_rate_and_last_loss(workspac
     assert run(["ls", "runs"]) == 0
     header, row = capsys.readouterr().out.splitlines()
     values = dict(zip(header.split(), row.split(), strict=False))
-    last = [line for line in metrics_file.read_metrics("runs/first") if "loss" in line][-1]
+    last = [line for line in read_metrics("runs/first") if "loss" in line][-1]
     assert float(values["lr"]) == last["lr"] or float(values["lr"]) == read_recipe("toy.toml").train.lr
     assert row.split()[-2] == f"{last['loss']:.4g}"
 
@@ -223,12 +223,12 @@ def test_a_run_without_validation_shows_its_learning_rate_and_last_loss(workspac
 def test_the_last_line_of_the_metrics_has_the_final_evaluation(workspace, capsys):
     assert run(["train", "toy.toml", "--out", "runs/first", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["figures"]
-    last = metrics_file.read_metrics("runs/first")[-1]
+    last = read_metrics("runs/first")[-1]
     assert last["final"] is True
     assert last["step"] == 3
     assert last["val_loss"] == figures["val_loss"]
     assert run(["train", "toy.toml", "--out", "runs/first", "--resume"]) == 0
-    assert sum("final" in line for line in metrics_file.read_metrics("runs/first")) == 1
+    assert sum("final" in line for line in read_metrics("runs/first")) == 1
 
 
 HINDI = "यह एक छोटा वाक्य है और यह दूसरा वाक्य है\n"

@@ -11,7 +11,7 @@ import monoblock as mb
 from monoblock.errors import FileError
 from monoblock.interop.adapters import load_adapter, save_adapter
 from monoblock.nn.lora import add_lora, fold_lora, lora_layers
-from monoblock.training import metrics_file
+from monoblock.training.events import read_metrics
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -195,7 +195,7 @@ def test_smollm2_is_finetuned_with_lora_and_peft_gives_its_logits(tmp_path):
     args = ["--lora", "train.steps=8", "train.batch=4", "train.lr=1e-3", "train.warmup=2", "train.device=cpu"]
     out = tmp_path / "out"
     assert run_command("finetune", path, tmp_path / "chat.jsonl", *args, "data.validation_rows=2", "--out", out) == 0
-    losses = [line["loss"] for line in metrics_file.read_metrics(out) if "loss" in line]
+    losses = [line["loss"] for line in read_metrics(out) if "loss" in line]
     assert sum(losses[-2:]) < 0.7 * sum(losses[:2])
     ours, merged = mb.Transformer.from_pretrained(path).eval(), mb.Transformer.from_pretrained(out).eval()
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}

@@ -12,8 +12,7 @@ import torch
 
 import monoblock as mb
 from monoblock.runs import progress
-from monoblock.training import metrics_file
-from monoblock.training.events import EvaluationEvent, FinishedEvent, StepEvent, WarningEvent
+from monoblock.training.events import EvaluationEvent, FinishedEvent, StepEvent, WarningEvent, read_metrics
 from monoblock.training.loss import FunctionLoss
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -372,7 +371,7 @@ def test_a_warmup_that_is_longer_than_the_run_is_said(recipe, tmp_path, warmup, 
 def test_the_accuracy_of_tokens_has_another_name_than_that_of_targets(recipe, tmp_path):
     run = mb.train(recipe, {"train.eval_every": 2}, out=tmp_path / "run", progress=False)
     assert 0 <= run.metrics["val_token_accuracy"] <= 1
-    lines = [line for line in metrics_file.read_metrics(run.folder) if "val_loss" in line]
+    lines = [line for line in read_metrics(run.folder) if "val_loss" in line]
     assert lines
     assert all("val_token_accuracy" in line and "val_accuracy" not in line for line in lines)
     assert "val_token_accuracy" in (run.folder / "README.md").read_text()

@@ -7,8 +7,13 @@ from support import build_model
 from monoblock.config.families import bert, vit
 from monoblock.errors import ConfigError, InputError
 from monoblock.runs.recipe import read_recipe
-from monoblock.training.adversarial import EMBEDDING_NAME, AdversarialLoss, EmbeddingTap, adversarial_perturbation
-from monoblock.training.loss import CrossEntropyLoss
+from monoblock.training.loss import (
+    EMBEDDING_NAME,
+    AdversarialLoss,
+    CrossEntropyLoss,
+    EmbeddingTap,
+    adversarial_perturbation,
+)
 
 EPSILON = 0.03
 

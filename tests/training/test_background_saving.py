@@ -10,8 +10,8 @@ from training_support import assert_same_run, train_to_end, train_until, write_r
 from monoblock.errors import FileError
 from monoblock.parallel.strategy import Strategy
 from monoblock.training import checkpoint
+from monoblock.training.checkpoint_saver import CheckpointSaver, HostCopies
 from monoblock.training.events import CheckpointEvent, StepEvent
-from monoblock.training.saving.saver import CheckpointSaver, HostCopies
 
 SAVES = {"train": {"steps": 12, "save_every": 4, "eval_every": 0, "save_async": True}}
 SYNCHRONOUS = {"train": {"save_async": False}}

@@ -11,7 +11,6 @@ from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.errors import InputError
 from monoblock.nn.experts import load_balancing_loss
 from monoblock.training import optimizer
-from monoblock.training.arguments import TrainingArguments
 from monoblock.training.collate import (
     SpecialTokenIds,
     TensorBatch,
@@ -21,7 +20,7 @@ from monoblock.training.collate import (
 )
 from monoblock.training.loss import CrossEntropyLoss, RouterTap
 from monoblock.training.runtime import choose_runtime
-from monoblock.training.trainer import Trainer
+from monoblock.training.trainer import Trainer, TrainingArguments
 
 VOCAB = 29
 SPECIAL = SpecialTokenIds(pad_id=0, bos_id=1, eos_id=2, mask_id=3, unmaskable_ids=frozenset(range(4)), vocab_size=VOCAB)

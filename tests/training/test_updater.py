@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from monoblock.training.guard import Update, UpdateGuard, Updater
 from monoblock.training.optimizer import build_optimizers
-from monoblock.training.updates.update_guard import UpdateGuard
-from monoblock.training.updates.updater import Update, Updater
 from monoblock.training.weight_averaging import ExponentialMovingAverage
 
 STEPS = 24

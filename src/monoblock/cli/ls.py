@@ -158,13 +158,13 @@ def _describe_run(folder: Path) -> Record:
     """
     from monoblock.errors import MonoblockError
     from monoblock.runs.recipe import read_recipe
-    from monoblock.training import metrics_file
+    from monoblock.training.events import read_metrics
 
     recipe, lines = None, []
     with suppress(MonoblockError), reading(folder):
         recipe = read_recipe(recipe_path(folder))
     with suppress(MonoblockError), reading(folder):
-        lines = metrics_file.read_metrics(folder)
+        lines = read_metrics(folder)
     validations = [line for line in lines if math.isfinite(line.get("val_loss", math.nan))]
     best = min(validations, key=lambda line: line["val_loss"], default={})
     last: Record = next((line for line in reversed(lines) if "loss" in line), {})

@@ -22,15 +22,13 @@ from monoblock.recipes.schema import Recipe, TrainSection
 from monoblock.runs.run_folder import CHECKPOINTS_FOLDER
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, validate
-from monoblock.training.adversarial import AdversarialLoss
-from monoblock.training.arguments import TrainingArguments
 from monoblock.training.collate import TensorBatch
-from monoblock.training.loss import CrossEntropyLoss, FunctionLoss, Loss
+from monoblock.training.guard import UpdateGuard
+from monoblock.training.loss import AdversarialLoss, CrossEntropyLoss, FunctionLoss, Loss
 from monoblock.training.optimizer import Optimizers, build_optimizers
 from monoblock.training.runtime import RuntimeConfig
 from monoblock.training.schedule import learning_rate
-from monoblock.training.trainer import Trainer
-from monoblock.training.updates.update_guard import UpdateGuard
+from monoblock.training.trainer import Trainer, TrainingArguments
 
 TOKEN_ACCURACY = "token_accuracy"  # the accuracy of a language model, given the right tokens before; not of whole texts
 

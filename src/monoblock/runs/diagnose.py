@@ -26,7 +26,7 @@ from monoblock.runs.recipe import read_recipe
 from monoblock.runs.run import Run
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tokenizers.tokenizer import Tokenizer
-from monoblock.training.metrics_file import METRICS_FILE, read_metrics
+from monoblock.training.events import METRICS_FILE, read_metrics
 
 CHEAP_SECONDS = 1.2  # after which no further check is begun before a training
 CODE = (".py", ".ipynb")

@@ -31,8 +31,7 @@ from monoblock.runs.warm_start import WarmStart, copy_weights, load_warm_start
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
 from monoblock.training.checkpoint import list_steps
-from monoblock.training.events import DecisionEvent
-from monoblock.training.metrics_file import MetricsWriter
+from monoblock.training.events import DecisionEvent, MetricsWriter
 from monoblock.training.resume_state import seed_generators
 from monoblock.training.runtime import RuntimeConfig, check_device, choose_runtime
 

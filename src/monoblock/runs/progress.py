@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from monoblock.metrics.format import format_metric
 from monoblock.metrics.numbers import format_count
 from monoblock.training.events import (
+    METRICS_FILE,
     CheckpointEvent,
     DecisionEvent,
     EvaluationEvent,
@@ -19,8 +20,8 @@ from monoblock.training.events import (
     StepEvent,
     TrainingEvent,
     WarningEvent,
+    read_metrics,
 )
-from monoblock.training.metrics_file import METRICS_FILE, read_metrics
 from monoblock.untrusted_files import show_controls
 
 if TYPE_CHECKING:

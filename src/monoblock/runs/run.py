@@ -30,8 +30,14 @@ from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, validate
 from monoblock.training import checkpoint, sharded_checkpoint
-from monoblock.training.events import DecisionEvent, EvaluationEvent, FinishedEvent, TrainingEvent, WarningEvent
-from monoblock.training.metrics_file import MetricsWriter
+from monoblock.training.events import (
+    DecisionEvent,
+    EvaluationEvent,
+    FinishedEvent,
+    MetricsWriter,
+    TrainingEvent,
+    WarningEvent,
+)
 from monoblock.training.trainer import Trainer
 from monoblock.training.weight_averaging import average_checkpoints
 from monoblock.untrusted_files import write_atomically

@@ -18,7 +18,7 @@ from monoblock.runs.trainable import ADAPTER_FOLDER
 from monoblock.runs.warm_start import WarmStart
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
-from monoblock.training.metrics_file import TENSORBOARD_FOLDER
+from monoblock.training.events import TENSORBOARD_FOLDER
 from monoblock.training.run_lock import LOCK_FILE
 from monoblock.untrusted_files import has_file, safe_folder, write_atomically
 

@@ -20,9 +20,9 @@ from monoblock.errors import FileError, shorten_message
 from monoblock.kernels.cpu import library
 from monoblock.parallel.gather import mesh_of
 from monoblock.training import checkpoint, sharded_checkpoint
+from monoblock.training.guard import STATE_FIELDS
 from monoblock.training.optimizer import Optimizers
 from monoblock.training.sharded_checkpoint import StoredTensor
-from monoblock.training.updates.update_guard import STATE_FIELDS
 
 ADVICE = "delete this checkpoint, or start a new run with --out"
 MAX_COUNT = 2**63

@@ -17,7 +17,7 @@ from monoblock.parallel.strategy import MicroBatch, Strategy
 from monoblock.parallel.whole_model import call_with_whole_model
 from monoblock.parallel.world import World
 from monoblock.training import checkpoint, resume_state
-from monoblock.training.arguments import TrainingArguments
+from monoblock.training.checkpoint_saver import CheckpointSaver
 from monoblock.training.collate import TensorBatch
 from monoblock.training.events import (
     EvaluationEvent,
@@ -28,14 +28,28 @@ from monoblock.training.events import (
     TrainingEvent,
     WarningEvent,
 )
+from monoblock.training.guard import FinishedUpdate, Update, UpdateGuard, Updater
 from monoblock.training.loss import FunctionLoss, Loss
 from monoblock.training.optimizer import Optimizers
 from monoblock.training.runtime import RuntimeConfig
-from monoblock.training.saving.saver import CheckpointSaver
-from monoblock.training.updates.update_guard import UpdateGuard
-from monoblock.training.updates.updater import FinishedUpdate, Update, Updater
 from monoblock.training.weight_averaging import ExponentialMovingAverage
 from monoblock.untrusted_files import reading
+
+
+@dataclass(frozen=True)
+class TrainingArguments:
+    """Settings of a training run; intervals (`…_every`) are in steps, and 0 means never."""
+
+    steps: int
+    accumulate: int = 1  # micro-batches per step
+    clip: float = 1.0  # the largest gradient norm; 0 means no clipping
+    save_every: int = 0
+    save_async: bool = False  # write checkpoints in a thread while training continues
+    eval_every: int = 0
+    sample_every: int = 0
+    keep: int = 3  # how many of the last checkpoints to keep; 0 means all
+    ema: float = 0.0  # decay of the exponential moving average of the weights; 0 means no average
+
 
 NO_SAMPLE = "(no sample: the whole model does not fit on the device of the main process)"
 NO_CHECKPOINT = -1  # stands for None when a step is broadcast

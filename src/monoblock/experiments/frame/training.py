@@ -19,8 +19,7 @@ from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
-from monoblock.training import metrics_file
-from monoblock.training.events import EvaluationEvent
+from monoblock.training.events import EvaluationEvent, read_metrics
 from monoblock.training.run_lock import lock_run_folder
 
 CARD_FILE = "README.md"  # the last file that a run writes: if it exists, the run is finished
@@ -56,7 +55,7 @@ def load_run(folder: Path, recipe: Recipe) -> Pipeline:
 
 def training_metrics(folder: Path) -> Metrics:
     """Return the last losses, the time and the tokens of a training, and its losses by step as curves."""
-    lines = metrics_file.read_metrics(folder)
+    lines = read_metrics(folder)
     steps = [line for line in lines if "loss" in line]
     validations = {str(line["step"]): line["val_loss"] for line in lines if "val_loss" in line and "final" not in line}
     metrics: Metrics = {"seconds_training": sum(line.get("seconds", 0.0) for line in steps)}

@@ -1,8 +1,8 @@
-"""Apply the update of each step, or reject it, and report its loss and gradient norm.
+"""Guard the update of each step: apply it, or reject it, and report its loss and gradient norm.
 
-A GPU that waits for Python between two steps is idle.  So on a single GPU the guard decides on the device whether an
-update is applied (`DeviceGuard`).  Python reads loss and norm while the next step runs, decides the same, and reports
-it.
+An update is rejected if its loss or gradient is not finite, or if its gradient norm is far above the usual.  A GPU that
+waits for Python between two steps is idle, so where it can, `DeviceGuard` decides this on the device, and Python reads
+loss and norm while the next step runs, decides the same, and reports it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,121 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from monoblock.training.collate import TensorBatch
 from monoblock.training.optimizer import Optimizers
-from monoblock.training.updates.device_guard import DeviceGuard, can_defer
-from monoblock.training.updates.update_guard import UpdateGuard
 from monoblock.training.weight_averaging import ExponentialMovingAverage
+
+STATE_FIELDS = ("mean", "good", "bad_in_a_row", "good_in_a_row", "gone_back")
+
+
+@dataclass
+class UpdateGuard:
+    """Track the usual gradient norm and decide whether to apply an update.
+
+    An update is rejected if its norm is more than `spike` times the running mean, but only after `min_good_updates`
+    updates. After `patience` rejected updates in a row, the trainer rolls back to the last good checkpoint. After
+    `max_rollbacks` rollbacks without `patience` good updates in a row between them, the run ends.
+    """
+
+    MIN_WEIGHT: ClassVar[float] = 0.02  # of the newest norm in the running mean
+
+    spike: float = 10.0
+    patience: int = 5
+    min_good_updates: int = 100
+    max_rollbacks: int = 3
+    mean: float = 0.0
+    good: int = 0
+    bad_in_a_row: int = 0
+    good_in_a_row: int = 0
+    gone_back: int = 0  # rollbacks since there were `patience` good updates in a row
+
+    def rejection_reason(self, loss: float, grad_norm: float) -> str | None:
+        """Return why an update must not be applied, or None if it may be applied."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if not math.isfinite(grad_norm):
+            return f"the gradient norm is {grad_norm}"
+        if self.spike and self.good >= self.min_good_updates and grad_norm > self.spike * self.mean:
+            ratio = grad_norm / self.mean if self.mean else math.inf
+            return f"the gradient norm jumped to {grad_norm:.3g}, {ratio:.0f} times its mean {self.mean:.3g}"
+        return None
+
+    def record_good_update(self, grad_norm: float) -> None:
+        self.bad_in_a_row = 0
+        self.good_in_a_row += 1
+        if self.good_in_a_row >= self.patience:
+            self.gone_back = 0
+        self.good += 1
+        # At first a plain mean, later an exponential one.
+        self.mean += max(self.MIN_WEIGHT, 1 / self.good) * (grad_norm - self.mean)
+
+    def record_bad_update(self) -> bool:
+        """Count a rejected update; return whether to roll back, because `patience` updates in a row were rejected."""
+        self.bad_in_a_row += 1
+        self.good_in_a_row = 0
+        if self.bad_in_a_row < self.patience:
+            return False
+        self.bad_in_a_row = 0
+        return True
+
+    def record_rollback(self, previous_rollbacks: int) -> None:
+        """Set the number of rollbacks to previous_rollbacks + 1; restoring the checkpoint has reset it."""
+        self.gone_back, self.good_in_a_row = previous_rollbacks + 1, 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.gone_back >= self.max_rollbacks
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in STATE_FIELDS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in STATE_FIELDS:
+            setattr(self, name, state[name])
+
+
+def can_defer(optimizers: Optimizers) -> bool:
+    """Return whether every optimizer can leave out an update on the device, as torch's fused ones can."""
+    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+    return all(type(optimizer) in kinds and optimizer.defaults.get("fused") for optimizer in optimizers.optimizers)
+
+
+class DeviceGuard:
+    """The decisions of an `UpdateGuard`, computed on the device in the same arithmetic."""
+
+    def __init__(self, guard: UpdateGuard) -> None:
+        self.guard = guard
+        self._mean: Tensor | None = None
+        self._good: Tensor | None = None
+
+    def reset(self) -> None:
+        """Take mean and counter from the host again, before the next update."""
+        self._mean = self._good = None
+
+    def apply_unless_bad(self, optimizers: Optimizers, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Run the optimizers, unless the guard rejects the update; return whether they ran, a bool on the device."""
+        guard, norm = self.guard, grad_norm.double()
+        if self._mean is None or self._good is None:
+            self._mean = torch.tensor(guard.mean, dtype=torch.float64, device=norm.device)
+            self._good = torch.tensor(guard.good, dtype=torch.float64, device=norm.device)
+        is_good = loss.isfinite() & norm.isfinite()
+        if guard.spike:
+            is_good &= (self._good < guard.min_good_updates) | (norm <= guard.spike * self._mean)
+        for optimizer in optimizers.optimizers:
+            optimizer.found_inf = (~is_good).float()  # type: ignore[attr-defined]
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.step()
+            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+        good = self._good + 1
+        mean = self._mean + (1 / good).clamp(min=guard.MIN_WEIGHT) * (norm - self._mean)
+        self._good, self._mean = torch.where(is_good, good, self._good), torch.where(is_good, mean, self._mean)
+        return is_good
+
 
 NO_TARGETS = "the batch has no targets"
 

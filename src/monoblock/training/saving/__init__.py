@@ -1,1 +1,0 @@
-"""When and by whom checkpoints are written."""
