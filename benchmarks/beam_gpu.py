@@ -39,7 +39,7 @@ import monoblock as mb
 from monoblock.cli._bench.translation import TokenRows, pad_rows, random_sources
 from monoblock.inference import prepared_model
 from monoblock.inference.engine import Engine
-from monoblock.inference.prepared_model import default_max_rows
+from monoblock.inference.pages import default_max_rows
 from monoblock.inference.settings import Settings
 from monoblock.kernels.gpu_beams import attend_beams, attend_source, best_tokens
 from monoblock.nn.attention import attend

@@ -26,11 +26,13 @@ from torch import Tensor
 from monoblock.errors import InputError
 from monoblock.inference import generate
 from monoblock.inference.beam import BeamHypothesis, BeamSearches
-from monoblock.inference.prepared_model import ModelLimits, check_prompt, combine_limits
 from monoblock.inference.request import (
     NAN_LOGITS,
+    ModelLimits,
     Prompt,
     RequestOutput,
+    check_prompt,
+    combine_limits,
     pad_right,
     parse_prompt,
     random_streams,

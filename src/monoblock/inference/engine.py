@@ -25,16 +25,8 @@ from torch import Tensor
 
 from monoblock.errors import InputError, did_you_mean
 from monoblock.inference.beam import BeamHypothesis, BeamSearches
-from monoblock.inference.pages import OutOfPages, PageCopies, Pages
-from monoblock.inference.prepared_model import (
-    GenerativeModel,
-    PreparedModel,
-    check_prompt,
-    combine_limits,
-    default_num_pages,
-    limits_of,
-    make_runner,
-)
+from monoblock.inference.pages import OutOfPages, PageCopies, Pages, default_num_pages
+from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
 from monoblock.inference.request import (
     NAN_LOGITS,
     PLAIN,
@@ -44,12 +36,15 @@ from monoblock.inference.request import (
     Row,
     TokenScores,
     Variant,
+    check_prompt,
+    combine_limits,
     end_of_text,
+    limits_of,
     parse_prompt,
 )
 from monoblock.inference.runners.cuda import MAX_STEPS, CudaRunner
 from monoblock.inference.runners.cuda_search import search_shape
-from monoblock.inference.runners.plain import Ensemble, RowPass, Runner, RunResult
+from monoblock.inference.runners.plain import Ensemble, ModelRunner, RowPass, Runner, RunResult, UncachedRunner
 from monoblock.inference.sampler import Sampler, score_tokens
 from monoblock.inference.scheduler import MAX_STEP_TOKENS, Plan, Scheduler, pages_of
 from monoblock.inference.self_draft import make_self_draft
@@ -179,13 +174,14 @@ class Engine:
             raise InputError(f"tap={tap!r:.60} is not valid; write a function (name, activation) -> activation or None")
         if not isinstance(adapters, Mapping | None):
             raise InputError("adapters is not a dictionary; write adapters={'name': model}")
-        for name, adapted in (adapters or {}).items():
-            if limits_of(adapted)[2:] != limits_of(model)[2:]:
-                raise InputError(f"the adapter {name!r} belongs to another model; give an adapted copy of this one")
         models = [model, *ensemble]
+        plain = [one.plain if isinstance(one, PreparedModel) else one for one in models]
+        for name, adapted in (adapters or {}).items():
+            if limits_of(adapted)[2:] != limits_of(plain[0])[2:]:
+                raise InputError(f"the adapter {name!r} belongs to another model; give an adapted copy of this one")
         self.model, self.models = model, models
         self.is_exact = isinstance(model, PreparedModel) and model.exact
-        self.limits = combine_limits([limits_of(one) for one in models])
+        self.limits = combine_limits([limits_of(one) for one in plain])
         if proposer is not None:
             proposer.check_model(self.limits)
         limit = capacity if capacity is not None else self.limits.context
@@ -193,7 +189,7 @@ class Engine:
             raise InputError("this model has no maximum sequence length, so set one in tokens, such as capacity=1024")
         self.capacity = limit = min(limit, self.limits.context or limit)
         self.max_rows, self.max_burst, self.use_cache = max_rows, max_burst, use_cache
-        count = default_num_pages(models, limit, max_rows) if num_pages is None else num_pages + 1
+        count = default_num_pages(plain, limit, max_rows) if num_pages is None else num_pages + 1
         self.pages = Pages(count, max_rows)
         self.sources = Pages(1 + max_rows * pages_of(self.limits.max_source or 1 << 16), max_rows)
         # Modules may have changed when the engine has nothing to do, and a tap wants to see every token.
@@ -202,11 +198,19 @@ class Engine:
         self.scheduler = Scheduler(
             self.pages, self.sources, max_rows=max_rows, chunk=prefill_chunk, reuses_prefixes=reuses_prefixes
         )
-        parts = {"use_cache": use_cache, "tap": tap}
-        runners: list[Runner] = [
-            make_runner(one, self.pages, self.sources, adapters=adapters if one is model else None, **parts)  # type: ignore[arg-type]
-            for one in models
-        ]
+        runners: list[Runner] = []
+        for one in models:
+            if isinstance(one, PreparedModel):
+                if tap is not None or not use_cache:
+                    option = "taps" if use_cache else "use_cache=False"
+                    raise InputError(
+                        f"an optimized model has no {option}; call the model itself, which runs its modules"
+                    )
+                runners.append(one.make_runner(self.pages, self.sources, adapters if one is model else None))
+            else:
+                kind = ModelRunner if use_cache else UncachedRunner
+                own = adapters if one is model else None
+                runners.append(kind(one, self.pages, self.sources, adapters=own, tap=tap))
         self.runner = runners[0] if len(runners) == 1 else Ensemble(runners)
         self.sampler = Sampler(self.limits.device)
         self.proposer, self.adapters, self.tokenizer = proposer, dict(adapters or {}), tokenizer

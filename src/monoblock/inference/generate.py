@@ -13,7 +13,8 @@ from torch import Tensor
 from monoblock.errors import InputError
 from monoblock.inference.engine import MAX_BURST, Engine
 from monoblock.inference.fast_modules import MIN_NATIVE_WEIGHTS
-from monoblock.inference.prepared_model import GenerativeModel, default_max_rows, plain_model
+from monoblock.inference.pages import default_max_rows
+from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
 from monoblock.inference.request import Prompt, RequestOutput, pad_right, parse_prompt
 from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.inference.sampler import score_tokens
@@ -79,7 +80,7 @@ class GenerateCall:
             options["draft"], draft = draft, None
         seeds = split_seeds(seed, len(ids) if hasattr(ids, "__len__") else 0)
         self.settings, self.ids, self.tap = parse_settings(options), ids, tap
-        self.model = plain_model(model)
+        self.model = model.plain if isinstance(model, PreparedModel) else model
         if is_stream and self.settings.num_beams > 1:
             raise InputError(
                 "beam search knows its text only at the end, so it cannot be streamed; write num_beams=1, or call "

@@ -21,9 +21,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from monoblock.kernels.gpu_attention import PAGE_SIZE
+from monoblock.nn.kv_cache.paged import token_bytes
+from monoblock.nn.transformer import Transformer
 
+MAX_CPU_BYTES = 8 << 30  # of the key/value cache
+CPU_ROWS = 512  # each beam counts as one
+MAX_GPU_ROWS = 2560  # of a small model, the fastest measured on an H200 with 5 beams; fewer leave the GPU idle
+MEMORY_SHARE = 0.4  # of the free memory of the GPU, for caches and logits
 GONE = object()
 
 
@@ -248,3 +255,42 @@ class Pages:
             table.pop(key, None)
         else:
             table[key] = value
+
+
+# -- what fits into memory --------------------------------------------------------------------------------------------
+
+
+def default_max_rows(model: Transformer, capacity: int) -> int:
+    """Return how many sequences of at most `capacity` tokens to decode at the same time.
+
+    On a GPU these are as many as fit into its free memory, at least one and at most MAX_GPU_ROWS.
+    """
+    if model.device.type != "cuda":
+        return CPU_ROWS
+    return max(1, min(MAX_GPU_ROWS, _free_bytes(model.device) // row_bytes(model, capacity)))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return how much memory of a GPU caches and logits may take."""
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(MEMORY_SHARE * free)
+
+
+def row_bytes(model: Transformer, capacity: int) -> int:
+    """Return an estimate of the memory of one row in bytes: its keys and values, and three copies of its logits."""
+    assert model.decoder is not None
+    vocab: int = model.config.target_input.vocab  # type: ignore[union-attr]
+    return token_bytes(model.decoder.config, next(model.parameters()).element_size()) * capacity + 3 * 4 * vocab
+
+
+def default_num_pages(models: Sequence[Transformer], capacity: int, max_rows: int) -> int:
+    """Return the number of pages with which `max_rows` rows of `capacity` tokens run, or as many as fit into memory.
+
+    It is an upper limit: the memory of pages is taken when they are first used.  One full row always fits.
+    """
+    full = -(-capacity // PAGE_SIZE) + 2
+    device = models[0].device
+    budget = _free_bytes(device) if device.type == "cuda" else MAX_CPU_BYTES
+    size = sum(row_bytes(model, PAGE_SIZE) for model in models)
+    return 1 + max(full, min(max_rows * full, budget // size))

@@ -13,9 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monoblock.errors import InputError
-from monoblock.inference.settings import Settings
+from monoblock.config.inputs import EmbeddingConfig
+from monoblock.config.positions import Learned
+from monoblock.errors import InputError, with_article
+from monoblock.inference.settings import Settings, show
 from monoblock.kernels.gpu_attention import PAGE_SIZE
+from monoblock.nn.arguments import check_model
+from monoblock.nn.transformer import Transformer
 
 FINISH_REASONS = {
     "stop": "an end token or a stop string",
@@ -60,6 +64,94 @@ def _token_ids(ids: Sequence[int], name: str) -> tuple[int, ...]:
         return tuple(map(operator.index, ids))
     except (TypeError, ValueError):
         raise InputError(f"{name} must be a sequence of token ids, which are whole numbers: [5, 7, 11]") from None
+
+
+# -- what a model accepts ---------------------------------------------------------------------------------------------
+
+
+class ModelLimits(NamedTuple):
+    """What a model, or several that decode together, accept as a prompt."""
+
+    family: str  # such as "decoder-only", for error texts
+    device: torch.device
+    vocab_size: int
+    context: int | None  # the most tokens of a sequence, None for no limit
+    has_encoder: bool  # whether a prompt needs a source
+    source_vocab_size: int | None  # None if there is no encoder, or if it does not read tokens
+    max_source: int | None  # the most tokens of a source, None for no limit
+
+
+def limits_of(model: Transformer) -> ModelLimits:
+    """Return the limits of a model that generates text."""
+    check_model(model, Transformer, "Engine", also="what mb.optimize(model) returns")
+    config, has_encoder = model.config, model.encoder is not None
+    if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
+        kind = with_article(config.family)
+        raise InputError(f"{kind} model without a language-model head generates no text; use a model with one")
+    source_vocab_size = max_source = None
+    if has_encoder and isinstance(config.input, EmbeddingConfig):
+        source_vocab_size = config.input.vocab
+        max_source = config.input.context if isinstance(config.input.positions, Learned) else None
+    vocab_size: int = config.target_input.vocab  # type: ignore[union-attr]
+    limits = (vocab_size, config.context, has_encoder, source_vocab_size, max_source)
+    return ModelLimits(config.family, model.device, *limits)
+
+
+def combine_limits(members: Sequence[ModelLimits]) -> ModelLimits:
+    """Return the limits of models that decode the same rows."""
+    first = members[0]
+    for number, member in enumerate(members[1:], 2):
+        for name, what in (("vocab_size", "a vocabulary of"), ("source_vocab_size", "a source vocabulary of")):
+            if getattr(member, name) != getattr(first, name):
+                raise InputError(
+                    f"model {number} of the ensemble has {what} {getattr(member, name)} tokens and the first "
+                    f"{getattr(first, name)}; give models that were trained with the same tokenizer"
+                )
+        if member.device != first.device:
+            raise InputError(f"model {number} of the ensemble is on {member.device}, not on {first.device}; move it")
+    contexts = [member.context for member in members if member.context is not None]
+    sources = [member.max_source for member in members if member.max_source is not None]
+    return first._replace(context=min(contexts, default=None), max_source=min(sources, default=None))
+
+
+def check_prompt(prompt: Prompt, limits: ModelLimits, capacity: int) -> None:
+    """Raise InputError if a model cannot continue a prompt.
+
+    capacity: the maximum number of tokens in a sequence, prompt included.
+    """
+    if not prompt.ids:
+        raise InputError("the prompt is empty; give at least one token, such as the start token")
+    if len(prompt.ids) >= capacity:
+        raise InputError(
+            f"a prompt of {len(prompt.ids)} tokens leaves no room for new tokens in a context of {capacity} tokens; "
+            f"shorten the prompt"
+        )
+    if (prompt.source is not None) != limits.has_encoder:
+        what = (
+            "needs a source for its encoder; give its token ids as `source`"
+            if prompt.source is None
+            else "has no encoder to read a source; leave out `source`"
+        )
+        raise InputError(f"this {limits.family} model {what}")
+    if prompt.source == ():
+        raise InputError("the source is empty, so the encoder has nothing to read; give at least one token")
+    if prompt.source is not None and limits.max_source is not None and len(prompt.source) > limits.max_source:
+        raise InputError(
+            f"a source of {len(prompt.source)} tokens is longer than the encoder's {limits.max_source} positions; "
+            f"shorten the source"
+        )
+    _check_ids(prompt.ids, limits.vocab_size, "prompt")
+    if prompt.source is not None and limits.source_vocab_size is not None:
+        _check_ids(prompt.source, limits.source_vocab_size, "source")
+
+
+def _check_ids(ids: tuple[int, ...], vocab_size: int, name: str) -> None:
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise InputError(
+            f"token id {show(wrong)} is outside the vocabulary of {vocab_size} tokens; "
+            f"encode the {name} with the tokenizer of this model"
+        )
 
 
 # -- what an engine returns -------------------------------------------------------------------------------------------

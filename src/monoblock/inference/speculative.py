@@ -18,9 +18,9 @@ from dataclasses import replace
 
 from monoblock.errors import InputError, with_article
 from monoblock.inference.pages import OutOfPages, Pages
-from monoblock.inference.prepared_model import GenerativeModel, ModelLimits, PreparedModel, limits_of, make_runner
-from monoblock.inference.request import Request, Row
-from monoblock.inference.runners.plain import RowPass
+from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
+from monoblock.inference.request import ModelLimits, Request, Row, limits_of
+from monoblock.inference.runners.plain import ModelRunner, RowPass
 from monoblock.inference.sampler import Sampler
 from monoblock.inference.settings import check_count
 from monoblock.nn.arguments import check_model
@@ -101,12 +101,15 @@ class DraftModel(Proposer):
         self.num_proposals = max_proposals  # how many tokens the next call proposes
         self.proposed = self.accepted = 0  # numbers of tokens, of all rows together
         self.pages, self.sources = Pages(MAX_DRAFT_PAGES, MAX_DRAFT_ROWS), Pages(MAX_DRAFT_PAGES, MAX_DRAFT_ROWS)
-        self.runner = make_runner(model, self.pages, self.sources)
+        if isinstance(model, PreparedModel):
+            self.plain, self.runner = model.plain, model.make_runner(self.pages, self.sources)
+        else:
+            self.plain, self.runner = model, ModelRunner(model, self.pages, self.sources)
         self.own_rows: dict[int, dict[int, Row]] = {}  # by request and index: rows with the same tokens, in own pages
         self.sampler = Sampler(model.device)
 
     def check_model(self, limits: ModelLimits) -> None:
-        own = limits_of(self.model)
+        own = limits_of(self.plain)
         if own.vocab_size != limits.vocab_size:
             raise InputError(
                 f"the draft model has a vocabulary of {own.vocab_size} tokens, but the model has {limits.vocab_size}; "
