@@ -26,7 +26,7 @@ from monoblock.data.corpora.load import load_corpus
 from monoblock.data.corpora.package_files import find_package_file
 from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
-from monoblock.tasks.language_modeling.fewshot import (
+from monoblock.tasks.fewshot import (
     TEMPLATES,
     PromptTemplate,
     accuracy,

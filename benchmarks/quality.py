@@ -28,7 +28,7 @@ from monoblock.recipes.schema import Recipe
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
 from monoblock.runs.run import Run
-from monoblock.tasks.language_modeling.data import build_test_data
+from monoblock.tasks.running_text import build_test_data
 from monoblock.tasks.task_data import validate
 from monoblock.training.collate import TensorBatch
 from monoblock.training.events import EvaluationEvent, SkippedUpdateEvent, StepEvent

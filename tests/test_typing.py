@@ -31,9 +31,9 @@ from monoblock.inspection.trace import Trace
 from monoblock.runs.pipeline import Pipeline
 from monoblock.tasks.labels import Prediction
 from monoblock.tasks.loaded_model import Hypothesis
-from monoblock.tasks.masked_lm.predict import FilledText
-from monoblock.tasks.question_answering.predict import AnswerSpan
-from monoblock.tasks.token_classification.predict import TaggedText
+from monoblock.tasks.masked_lm import FilledText
+from monoblock.tasks.question_answering import AnswerSpan
+from monoblock.tasks.tag_words import TaggedText
 
 run = mb.train("gpt-tiny", {"train.steps": 20}, out="runs/x", callbacks=[print], progress=False)
 print(run.folder.name, run.metrics["val_loss"] + 1, run.model.config.width, run.recipe.train.lr)

@@ -30,40 +30,32 @@ def collate(tokenizer: mb.Tokenizer, rows: list[Any]) -> tuple[dict[str, Tensor]
     return {name: tensor.view(len(rows), 2, -1) for name, tensor in inputs.items()}, torch.zeros(len(rows))
 
 
-def build_data(inputs: mb.TaskInputs) -> mb.TaskData:
-    valid = None if inputs.valid is None else inputs.valid.rows
-    function = partial(collate, inputs.text_tokenizer)
-    return inputs.task_data(inputs.train.rows, function, validation=valid, unit="pairs")
+class Ranking(mb.Task):
+    name = "ranking"
+    head = "regression"
+    families = ("encoder-only",)
+    corpus_kinds = ("pairs",)
 
+    def data(self, inputs: mb.TaskInputs) -> mb.TaskData:
+        valid = None if inputs.valid is None else inputs.valid.rows
+        function = partial(collate, inputs.text_tokenizer)
+        return inputs.task_data(inputs.train.rows, function, validation=valid, unit="pairs")
 
-def ranking_loss(model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-    """Return the sum of -log sigmoid(score of the better text - score of the worse text)."""
-    scores = model(**{name: tensor.flatten(0, 1) for name, tensor in inputs.items()}).view(-1, 2)
-    return -F.logsigmoid(scores[:, 0] - scores[:, 1]).sum()
+    def loss(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        """Return the sum of -log sigmoid(score of the better text - score of the worse text)."""
+        scores = model(**{name: tensor.flatten(0, 1) for name, tensor in inputs.items()}).view(-1, 2)
+        return -F.logsigmoid(scores[:, 0] - scores[:, 1]).sum()
 
+    @torch.inference_mode()
+    def predict(self, loaded: LoadedModel, texts: Any) -> list[float]:
+        return loaded.model(**encode(loaded.tokenizer, list(texts)))[:, 0].tolist()
 
-@torch.inference_mode()
-def predict(loaded: LoadedModel, texts: Any) -> list[float]:
-    return loaded.model(**encode(loaded.tokenizer, list(texts)))[:, 0].tolist()
+    def evaluate(self, loaded: LoadedModel, request: EvaluationRequest) -> mb.Evaluation:
+        rows = read_corpus(request, "pairs").rows
+        better = torch.tensor(self.predict(loaded, [row.source for row in rows]))
+        worse = torch.tensor(self.predict(loaded, [row.target for row in rows]))
+        return mb.Evaluation({"accuracy": (better > worse).float().mean().item()})
 
-
-def evaluate(loaded: LoadedModel, request: EvaluationRequest) -> mb.Evaluation:
-    rows = read_corpus(request, "pairs").rows
-    better = torch.tensor(predict(loaded, [row.source for row in rows]))
-    worse = torch.tensor(predict(loaded, [row.target for row in rows]))
-    return mb.Evaluation({"accuracy": (better > worse).float().mean().item()})
-
-
-RANKING = mb.Task(
-    name="ranking",
-    build_data=build_data,
-    loss=ranking_loss,
-    predict=predict,
-    evaluate=evaluate,
-    head="regression",
-    families=("encoder-only",),
-    corpus_kinds=("pairs",),
-)
 
 if __name__ == "__main__":
     pairs, folder = sys.argv[1:]
@@ -73,5 +65,5 @@ if __name__ == "__main__":
         "model": {"family": "bert", "width": 32, "depth": 2, "heads": 4, "context": 64},
         "train": {"steps": 60, "batch": 16, "lr": 3e-3, "warmup": 10},
     }
-    run = mb.train(recipe, task=RANKING, out=folder)
+    run = mb.train(recipe, task=Ranking(), out=folder)
     print(run.metrics["val_loss"], mb.evaluate(run, pairs)["accuracy"])

@@ -13,7 +13,7 @@ from monoblock.config.model import RecurrentConfig
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.batching.plans import ContiguousBatchPlan
 from monoblock.data.batching.shards import TokenDataset
-from monoblock.tasks.language_modeling.data import iterate_lanes
+from monoblock.tasks.running_text import iterate_lanes
 
 
 def rows(ids, block):

@@ -22,8 +22,8 @@ from monoblock.experiments.models.residuals import trained_gradients
 from monoblock.experiments.models.scaling_law import fit_line, predict_last, summarize
 from monoblock.model import Transformer
 from monoblock.tasks.evaluation_report import EvaluationRequest
-from monoblock.tasks.language_modeling.data import unigram_loss
 from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.running_text import unigram_loss
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 

@@ -189,7 +189,7 @@ def test_bad_images_are_one_line(corpus):
         build_task_data(recipe(corpus), None)
     np.savez(corpus / "train.npz", images=np.zeros((4, 8, 8)), labels=np.arange(4))
     np.savez(corpus / "valid.npz", images=np.zeros((1, 8, 8)), labels=np.array([9]))
-    with pytest.raises(InputError, match=r"split valid: the label 9 was not seen in training; .* are 0, 1, 2, 3"):
+    with pytest.raises(InputError, match=r"split valid, row 1: the label '9' was not seen .* are 0, 1, 2, 3"):
         list(build_task_data(recipe(corpus), None).evaluation_batches())
     with pytest.raises(ConfigError, match="shift"):
         recipe(corpus, "classification.augment={shift=-1}")

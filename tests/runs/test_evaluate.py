@@ -4,7 +4,7 @@ from monoblock.recipes.schema import DataSection
 from monoblock.runs.evaluate import resolve_split
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.text_to_text.section import ExtraTask, TextToTextSection
+from monoblock.tasks.text_to_text import ExtraTask, TextToTextSection
 
 
 def test_a_whole_file_is_evaluated_unless_the_model_was_trained_on_it(tmp_path, monkeypatch):

@@ -125,7 +125,7 @@ def test_a_task_from_outside_is_trained_evaluated_and_loaded_in_another_process(
     assert loss < 0.3
     assert accuracy == 1
     code = (
-        "import sys, monoblock as mb; from ranking_task import RANKING; pipe = mb.load(sys.argv[1], task=RANKING);"
+        "import sys, monoblock as mb; from ranking_task import Ranking; pipe = mb.load(sys.argv[1], task=Ranking());"
         "print(*pipe.predict(['good 3 x', 'bad 3 y']), mb.evaluate(pipe, sys.argv[2])['accuracy'])"
     )
     better, worse, again = map(float, run_example("", tmp_path / "run", pairs, code=code).split())
@@ -204,10 +204,13 @@ def test_batches_that_cannot_be_used_are_one_line(tmp_path, batches, message):
 def own_loss(reduce):
     """A task of the user whose loss is the cross-entropy of each target, reduced to one number by a function."""
 
-    def loss(model, inputs, labels):
-        return reduce(torch.nn.functional.cross_entropy(model(**inputs).transpose(1, 2), labels, reduction="none"))
+    class Mine(mb.Task):
+        name = "mine"
 
-    return mb.Task(name="mine", build_data=lambda inputs: None, loss=loss)
+        def loss(self, model, inputs, labels):
+            return reduce(torch.nn.functional.cross_entropy(model(**inputs).transpose(1, 2), labels, reduction="none"))
+
+    return Mine()
 
 
 OWN_TASK = {**OWN, "train": {"objective": "mine", "steps": 2, "warmup": 0, "device": "cpu", "compile": "no"}}
@@ -342,7 +345,10 @@ def test_ctrl_c_saves_a_checkpoint_and_the_run_is_resumed_bit_for_bit(recipe, tm
         ({"optimizer": torch.optim.AdamW}, "is not a function of the model"),
         ({"optimizer": lambda model: None}, "the function optimizer returned NoneType, not a torch optimizer"),
         ({"model_class": 3}, "model_class=3 is not a class; give a subclass of mb.Transformer"),
-        ({"task": "classification"}, r"task='classification' is not a mb\.Task; .* named in train\.objective"),
+        (
+            {"task": "classification"},
+            r"task='classification' is not an object of a subclass of mb\.Task; .* train\.objective",
+        ),
         ({"callbacks": [3]}, "callbacks: 3 is not a function"),
         ({"batches": 3}, "batches=3 is not iterable; give a list of pairs"),
     ],

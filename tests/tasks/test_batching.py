@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from monoblock.tasks.batching import group_by_length
-from monoblock.tasks.task_data import group_for_evaluation
+from monoblock.tasks.task_data import group_by_length, group_for_evaluation
 
 LENGTHS = random.Random(3).choices(range(1, 31), k=53)
 

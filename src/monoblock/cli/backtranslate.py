@@ -78,7 +78,7 @@ def command(
     dtype: str | None,
     as_json: bool,
 ) -> None:
-    from monoblock.tasks.seq2seq.backtranslation import BacktranslationMethod, backtranslate, write_pairs
+    from monoblock.tasks.backtranslation import BacktranslationMethod, backtranslate, write_pairs
 
     noises = tuple(name.strip() for name in noise.split(",")) if noise else ()
     backtranslation = BacktranslationMethod(method, noises, tag)

@@ -229,7 +229,7 @@ class LinePredictor:
         if self.candidate_vectors is None or result is None:
             PRINTERS[self.method](self.output_format, line, result)
             return
-        from monoblock.tasks.embedding.nearest import find_nearest
+        from monoblock.tasks.embedding import find_nearest
 
         count = self.options["top"] or DEFAULT_NEIGHBOURS
         (neighbours,) = find_nearest(result[None], self.candidate_vectors, count)

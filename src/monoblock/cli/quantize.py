@@ -64,7 +64,7 @@ def measure_loss(
     import torch.nn.functional as F
 
     from monoblock.data.batching.shards import TokenDataset
-    from monoblock.tasks.language_modeling.data import iterate_windows
+    from monoblock.tasks.running_text import iterate_windows
 
     tokens = TokenDataset.from_documents(documents, model.config.input.vocab)
     context, total, count = min(model.config.context or MAX_WINDOW, MAX_WINDOW), 0.0, 0

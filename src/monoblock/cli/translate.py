@@ -124,7 +124,7 @@ class HypothesisPrinter:
         self.pipe, self.n_best, self.alignment, self.to, self.as_json = pipe, n_best, alignment, to, as_json
         self.frequencies = None
         if words is not None:
-            from monoblock.tasks.seq2seq.rescoring import WordFrequencies
+            from monoblock.tasks.word_frequencies import WordFrequencies
 
             self.frequencies = WordFrequencies.read(words)
         self.num_hypotheses = n_best or (RERANKED_HYPOTHESES if self.frequencies is not None else 1)
@@ -151,6 +151,6 @@ class HypothesisPrinter:
         return row | ({"alignment": self._alignment_text(source, hypothesis)} if self.alignment else {})
 
     def _alignment_text(self, source: str, hypothesis: Hypothesis) -> str:
-        from monoblock.tasks.seq2seq.alignment import align, format_pharaoh
+        from monoblock.tasks.word_alignment import align, format_pharaoh
 
         return format_pharaoh(align(self.pipe.loaded, source, hypothesis.text, self.to))

@@ -17,13 +17,11 @@ from monoblock.recipes.schema import Recipe
 from monoblock.runs.generation_config import DECODER_START_KEY
 from monoblock.runs.recipe import build_model_config, task_of_recipe
 from monoblock.runs.warm_start import WarmStart
-from monoblock.tasks.special_tokens import check_required_tokens
 from monoblock.tasks.splits import CorpusSplits, describe_splits
-from monoblock.tasks.subword_sampling import requested_key
 from monoblock.tasks.table import TASKS
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, TaskInputs
-from monoblock.tasks.unknown_tokens import check_unknown_tokens
+from monoblock.tasks.tokenizer_checks import check_required_tokens, check_unknown_tokens, requested_key
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.events import DecisionEvent, WarningEvent
 
@@ -64,7 +62,7 @@ def build_task_data(
             notices += tuple(check_unknown_tokens(tokenizer, splits.train, recipe, is_loaded=is_loaded))
     start_id = None if start is None else start.special_tokens.get(DECODER_START_KEY)
     inputs = TaskInputs(recipe, context, tokenizer, splits.train, splits.valid, splits.labels, config, start_id)
-    data = replace(task.build_data(inputs), content_digests=splits.digests, notices=notices)
+    data = replace(task.data(inputs), content_digests=splits.digests, notices=notices)
     return _without_padding(data, config) if recipe.data.padding == "none" else data
 
 
@@ -93,7 +91,7 @@ def draft_config(recipe: Recipe, task: Task, start: WarmStart | None) -> ModelCo
 
 def _load_splits(recipe: Recipe, task: Task, data_folder: Path | None, start: WarmStart | None) -> CorpusSplits:
     """Read the training rows, up to data.limit, and the validation rows."""
-    train, valid = task.load_data(recipe, task.corpus_kinds, data_folder)
+    train, valid = task.load_data(recipe, data_folder)
     if train.kind not in task.corpus_kinds:
         kinds = " or ".join(task.corpus_kinds)
         raise ConfigError(
@@ -161,6 +159,6 @@ def find_tokenizer(
         train.texts(),
         section.vocab,
         marker=section.marker,
-        specials=list(task.special_tokens(recipe, train)),
+        specials=task.special_tokens(recipe, train),
         lowercase=section.lowercase,
     )

@@ -108,7 +108,7 @@ def build_loss(
     sum_over_data: Callable[[Tensor], Tensor] | None = None,
 ) -> Loss:
     """Return the loss of a task, with the label smoothing, load balancing and adversarial training of the recipe."""
-    if task.loss is not None:
+    if task.has_own_loss:
         if section.label_smoothing:
             raise ConfigError(
                 f"train.label_smoothing cannot be used with the objective {task.name!r}, which has a loss of its own; "

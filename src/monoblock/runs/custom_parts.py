@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from monoblock.errors import ConfigError, InputError
 from monoblock.model import Transformer
 from monoblock.runs.warm_start import WarmStart
-from monoblock.tasks.special_tokens import special_token_ids
 from monoblock.tasks.task import Task
-from monoblock.tasks.task_data import TaskData
+from monoblock.tasks.task_data import TaskData, special_token_ids
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import SpecialTokenIds, TensorBatch
 
@@ -39,7 +38,8 @@ class CustomParts:
     def __post_init__(self) -> None:
         if self.task is not None and not isinstance(self.task, Task):
             raise InputError(
-                f"task={self.task!r:.60} is not a mb.Task; a task of the package is named in train.objective"
+                f"task={self.task!r:.60} is not an object of a subclass of mb.Task; give task=MyTask(), or name a "
+                "task of the package in train.objective"
             )
         if not (isinstance(self.model_class, type) and issubclass(self.model_class, Transformer)):
             raise InputError(f"model_class={self.model_class!r:.60} is not a class; give a subclass of mb.Transformer")

@@ -28,7 +28,7 @@ from monoblock.tasks.splits import holdout_of
 from monoblock.tasks.table import task_of_model
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import validate
-from monoblock.tasks.text_to_text.section import TextToTextSection
+from monoblock.tasks.text_to_text import TextToTextSection
 from monoblock.training.loss import CrossEntropyLoss, FunctionLoss, Loss
 
 LOWER_IS_BETTER = {"loss", "perplexity", "bits_per_byte", "cer", "ece"}
@@ -95,9 +95,9 @@ def _class_of(run: Run) -> type[Transformer]:
 
 def _evaluate_batches(model: Transformer | Recurrent, batches: Iterable[Batch], task: Task | None) -> Evaluation:
     """Return loss and accuracy on batches, or the loss of the task if it has one of its own."""
-    own_loss = None if task is None else task.loss
-    over_positions = task is not None and task.classes_are_positions
-    loss: Loss = CrossEntropyLoss(over_positions=over_positions) if own_loss is None else FunctionLoss(own_loss)
+    loss: Loss = CrossEntropyLoss(over_positions=task is not None and task.classes_are_positions)
+    if task is not None and task.has_own_loss:
+        loss = FunctionLoss(task.loss)
     evaluation = CustomParts(batches=batches, validation_batches=list(batches))
     was_training = model.training
     metrics = validate(model.eval(), build_custom_data(evaluation, None), loss, model.device)
@@ -112,9 +112,8 @@ def evaluate_request(model: Pipeline | LoadedModel, request: EvaluationRequest) 
     """
     loaded = model.loaded if isinstance(model, Pipeline) else model
     task = (model.task if isinstance(model, Pipeline) else None) or task_of_model(loaded)
-    if task is None or task.evaluate is None:
-        name = loaded.model.config.family if task is None else task.name
-        raise InputError(f"evaluate has no metrics for {name} models; give another model")
+    if task is None:
+        raise InputError(f"evaluate has no metrics for {loaded.model.config.family} models; give another model")
     return task.evaluate(loaded, resolve_split(request, loaded))
 
 

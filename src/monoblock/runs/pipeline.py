@@ -29,13 +29,12 @@ from monoblock.model import Transformer
 from monoblock.nn.inputs.generation_options import GenerationOptions, PipelineOptions
 from monoblock.recipes.schema import DataSection
 from monoblock.runs.prediction_methods import PredictionMethods
-from monoblock.tasks.classification.predict import predict_numbers
+from monoblock.tasks.classification import predict_numbers
 from monoblock.tasks.loaded_model import GenerationDefaults, Hypothesis
-from monoblock.tasks.prediction_options import TranslationOptions
-from monoblock.tasks.seq2seq.predict import translate_texts
+from monoblock.tasks.prediction_options import TranslationOptions, list_inputs
 from monoblock.tasks.table import task_of_model
 from monoblock.tasks.task import Task
-from monoblock.tasks.text_inputs import list_inputs
+from monoblock.tasks.translate import translate_texts
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 ChatMessages = Sequence[Mapping[str, object]]  # such as [{"role": "user", "content": "Hello"}]
@@ -229,13 +228,13 @@ class Pipeline(PredictionMethods):
     def predict(self, inputs: Sequence[object]) -> Sequence[object]:
         """Return the prediction of the model's task for each input: a class, a translation, an answer, numbers …
 
-        With a task of your own (`mb.load(folder, task=…)`), this is its `predict`.
+        With a task of your own (`mb.load(folder, task=…)`), this is its method `predict`.
         """
         if isinstance(inputs, str):
             raise InputError("predict takes a list of inputs; write predict([text])")
         task = self.task or task_of_model(self.loaded)
         if task is None and self.loaded.prediction_method == "predict":
             return predict_numbers(self.loaded, inputs)  # type: ignore[arg-type]
-        if task is None or task.predict is None:
-            raise InputError("the task of this model has no predict function; give mb.load the task, or call generate")
+        if task is None:
+            raise InputError("this model has no task that predicts; give mb.load the task, or call generate")
         return task.predict(self.loaded, inputs)

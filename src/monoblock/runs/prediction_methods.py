@@ -12,16 +12,15 @@ from typing import Unpack, cast, overload
 import torch
 from torch import Tensor
 
-from monoblock.tasks.classification.predict import TextOrPair, predict_image_probabilities, predict_probabilities
-from monoblock.tasks.embedding.predict import embed_images, embed_texts
+from monoblock.tasks.classification import TextOrPair, predict_image_probabilities, predict_probabilities
+from monoblock.tasks.embedding import embed_images, embed_texts
 from monoblock.tasks.image_inputs import Image
 from monoblock.tasks.labels import Prediction, top_predictions
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.masked_lm.predict import FilledText, fill_masks
-from monoblock.tasks.prediction_options import AnswerOptions, PredictionOptions
-from monoblock.tasks.question_answering.predict import AnswerSpan, answer_questions
-from monoblock.tasks.text_inputs import is_single, list_inputs
-from monoblock.tasks.token_classification.predict import TaggedText, split_words, tag_words
+from monoblock.tasks.masked_lm import FilledText, fill_masks
+from monoblock.tasks.prediction_options import AnswerOptions, PredictionOptions, is_single, list_inputs
+from monoblock.tasks.question_answering import AnswerSpan, answer_questions
+from monoblock.tasks.tag_words import TaggedText, split_words, tag_words
 
 
 @dataclass

@@ -62,7 +62,7 @@ def prepare_run(
             check_run_folder(folder, resume)
         resume = resume and bool(list_steps(folder / CHECKPOINTS_FOLDER))  # else the run starts again, with its data
         plan = _plan_run(recipe, folder, parts, data, resume, world)
-        check_parallel(plan.recipe, world.size, has_own_loss=plan.task.loss is not None)
+        check_parallel(plan.recipe, world.size, has_own_loss=plan.task.has_own_loss)
         initial = _build_model(plan, parts)
         strategy = _build_strategy(plan.recipe, world)
         strategy.check_model(initial.model)

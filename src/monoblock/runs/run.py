@@ -211,7 +211,7 @@ class Run:
     def _scores_generation(self) -> bool:
         """Return whether the task has metrics of generated texts."""
         has_rows = bool(self.recipe.generate.scored_rows and self.task_data.validation_rows)
-        return has_rows and self.task.score_validation is not None and self.task_data.tokenizer is not None
+        return has_rows and self.task.scores_validation and self.task_data.tokenizer is not None
 
     def evaluate_generation(self, model: Transformer | Recurrent | None = None) -> dict[str, float]:
         """Return the metrics of the task on the first validation rows, decoded with the defaults of the run folder.
@@ -222,9 +222,8 @@ class Run:
         """
         if not self._scores_generation():
             return {}
-        tokenizer, score, recipe = self.task_data.tokenizer, self.task.score_validation, self.recipe
+        tokenizer, recipe = self.task_data.tokenizer, self.recipe
         assert tokenizer is not None
-        assert score is not None
         model = (self.model if model is None else model).to(self.trainer.runtime.device)
         defaults = read_generation_defaults(self.folder, tokenizer)
         labels, section = self.task_data.labels, recipe.task
@@ -232,7 +231,7 @@ class Run:
             model, tokenizer, defaults, recipe.data, labels=labels, task_section=section, optimize=True
         )
         with evaluation_mode(model):
-            return score(loaded, self.task_data.validation_rows, recipe.generate.scored_rows)
+            return self.task.score_validation(loaded, self.task_data.validation_rows, recipe.generate.scored_rows)
 
     def sample_text(self, model: Any) -> str:
         """Return a text sampled from a decoder-only model with the settings of the recipe; "" for other models."""

@@ -1,31 +1,30 @@
-"""Run many inputs through a model in batches of similar length; results are in the order of the inputs."""
+"""Run many inputs through a model in batches of similar length; refuse, truncate or split texts that are too long."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from monoblock.config.model import PatchConfig
+from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.errors import InputError, did_you_mean
 from monoblock.inference.request import pad_right
+from monoblock.metrics.text import perplexity
 from monoblock.recipes.model_config import has_segments
 from monoblock.tasks.image_inputs import Image, read_image
 from monoblock.tasks.input_template import EncodedInput
 from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.task_data import group_by_length
+from monoblock.tasks.text_splitting import split_text
+from monoblock.training.collate import TensorBatch
+from monoblock.training.loss import CrossEntropyLoss
 
 ProgressCallback = Callable[[int], None]  # called with the number of inputs that were just processed
-
-
-def no_progress(count: int) -> None:
-    """Do nothing; this is the default of arguments named `progress`."""
-
-
-def group_by_length(lengths: Sequence[int], batch: int, *, longest_first: bool = True) -> list[list[int]]:
-    """Group the indices of `lengths` into batches of similar length, so that little padding is needed."""
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index] if longest_first else lengths[index])
-    return [order[start : start + batch] for start in range(0, len(order), batch)]
+LongTextMode = Literal["refuse", "cut", "split"]
+LONG_TEXT_MODES = ("refuse", "cut", "split")
 
 
 @torch.inference_mode()
@@ -36,7 +35,7 @@ def run_batches(
     forward: Callable[..., Tensor],
     *,
     positions: Sequence[Sequence[int]] | None = None,
-    progress: ProgressCallback = no_progress,
+    progress: ProgressCallback | None = None,
 ) -> list[Tensor]:
     """Return the output of `forward` for each row, on the CPU in fp32, without the outputs at padding.
 
@@ -51,7 +50,8 @@ def run_batches(
         for result, index in zip(results.float().cpu(), indices, strict=True):
             count = len(positions[index]) if positions else len(rows[index].ids)
             outputs[index] = result[:count] if result.dim() > 1 else result
-        progress(len(indices))
+        if progress is not None:
+            progress(len(indices))
     return outputs
 
 
@@ -70,10 +70,19 @@ def _collate(
     return inputs
 
 
-def run_model(loaded: LoadedModel, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Call the model with a collated batch; `inputs` maps the names of its arguments to tensors."""
-    forward: Callable[..., Tensor] = loaded.model
-    return forward(**inputs)
+@torch.inference_mode()
+def score_tokens(loaded: LoadedModel, batches: Iterable[TensorBatch]) -> dict[str, float]:
+    """Return the loss, perplexity and accuracy over the labels of batches, and the number of these tokens."""
+    loss, forward = CrossEntropyLoss(), cast(Callable[..., Tensor], loaded.model)
+    total, correct, count = 0.0, 0, 0
+    for batch in batches:
+        batch = batch.to(loaded.model.device)
+        logits = forward(**batch.inputs)
+        total += float(loss.from_logits(logits, batch.labels))
+        correct += int(((logits.argmax(-1) == batch.labels) & (batch.labels != IGNORE_INDEX)).sum())
+        count += batch.target_count
+    mean = total / max(1, count)
+    return {"loss": mean, "perplexity": perplexity(mean), "accuracy": correct / max(1, count), "tokens": count}
 
 
 @torch.inference_mode()
@@ -82,7 +91,7 @@ def run_image_batches(
     images: Sequence[Image],
     batch: int,
     forward: Callable[[Tensor], Tensor],
-    progress: ProgressCallback = no_progress,
+    progress: ProgressCallback | None = None,
 ) -> list[Tensor]:
     """Prepare images as the model expects, and return the output of `forward` for each batch, on the CPU in fp32.
 
@@ -94,5 +103,57 @@ def run_image_batches(
         pixels = torch.stack([read_image(image, config, preprocessing) for image in images[start : start + batch]])
         weight = next(iter(loaded.model.parameters()))
         outputs.append(forward(preprocessing(pixels).to(weight.device, weight.dtype)).float().cpu())
-        progress(len(pixels))
+        if progress is not None:
+            progress(len(pixels))
     return outputs
+
+
+# -- texts longer than the context ------------------------------------------------------------------------------------
+
+
+def check_long_mode(long: str, modes: Sequence[str] = LONG_TEXT_MODES) -> None:
+    if long not in modes:
+        raise InputError(f"long={long!r} is not one of {', '.join(modes)}{did_you_mean(long, modes)}")
+
+
+def too_long_error(line: int, length: int, limit: int | None, modes: Sequence[str] = LONG_TEXT_MODES[1:]) -> InputError:
+    advice = " or ".join(f"long={mode!r}" for mode in modes)
+    return InputError(
+        f"line {line + 1} has {length} tokens, but the model reads at most {limit}; shorten it, or give {advice}"
+    )
+
+
+def enumerate_lines(rows: Sequence[Any], lines: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
+    """Yield each row with its line number, for error messages: (line number, row).
+
+    lines: the line numbers of the rows, counted from 0; None numbers the rows themselves.
+    """
+    return zip(range(len(rows)) if lines is None else lines, rows, strict=True)
+
+
+def fit_to_context(
+    loaded: LoadedModel, line: int, text: str, encode: Callable[[str], list[int]], long: str
+) -> list[EncodedInput]:
+    """Encode a text as one input, or as several if it is longer than the context and long="split".
+
+    line: the line number for error messages, counted from 0.
+    long: what to do with a text that is longer than the context: "refuse", "cut" or "split" it.
+    """
+    limit = loaded.model.config.context
+    template = loaded.input_template(limit)
+    encoded = template(encode(text))
+    if not encoded.num_truncated or long == "cut":
+        return [encoded]
+    if long == "refuse":
+        raise too_long_error(line, len(loaded.input_template()(encode(text)).ids), limit)
+    try:
+        parts = split_text(text, lambda part: not template(encode(part)).num_truncated)
+    except InputError as problem:
+        raise InputError(f"line {line + 1}: {problem}") from None
+    return [template(encode(part)) for part in parts]
+
+
+def average_parts(parts: Sequence[EncodedInput], outputs: Sequence[Tensor]) -> Tensor:
+    """Return the mean of the outputs for the parts of one text, weighted by the number of tokens in each part."""
+    total = sum(len(part.ids) for part in parts)
+    return torch.stack([output * (len(part.ids) / total) for part, output in zip(parts, outputs, strict=True)]).sum(0)

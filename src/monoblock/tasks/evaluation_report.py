@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus
 from monoblock.data.readers.holdout import DEFAULT_HOLDOUT, Holdout
 from monoblock.data.readers.records import CorpusKind
 from monoblock.errors import ConfigError, SplitError, did_you_mean
-from monoblock.tasks.seq2seq.rescoring import WordFrequencies
+
+if TYPE_CHECKING:
+    from monoblock.tasks.word_frequencies import WordFrequencies
 
 DEFAULT_BATCH = 64  # number of rows processed at once
 MAX_MISTAKES = 12  # number of mistakes listed in the metrics and drawn next to a confusion matrix

@@ -7,9 +7,10 @@ prediction and evaluation all encode here, so that a model never reads a format 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from monoblock.tokenizers.tokenizer import Tokenizer
+if TYPE_CHECKING:
+    from monoblock.tokenizers.tokenizer import Tokenizer
 
 
 class EncodedInput(NamedTuple):

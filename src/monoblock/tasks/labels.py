@@ -1,14 +1,15 @@
-"""Functions on class labels, shared by the classification of texts, images and words."""
+"""Class labels: predictions, and the indices of labels among those of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from monoblock.data.corpora.load import Corpus
 from monoblock.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Prediction(NamedTuple):
@@ -24,6 +25,13 @@ def top_predictions(labels: Sequence[str], probabilities: Tensor, top: int) -> l
 
 def label_to_id(labels: Sequence[str]) -> dict[str, int]:
     return {label: index for index, label in enumerate(labels)}
+
+
+def class_indices(corpus: Corpus, labels: Sequence[str]) -> list[int]:
+    """Return the index in `labels` of the label of each row; raise InputError for a label that is not one of them."""
+    names, ids = [str(row.label) for row in corpus.rows], label_to_id(labels)
+    check_labels(corpus, ((name,) for name in names), labels)
+    return [ids[name] for name in names]
 
 
 def check_labels(corpus: Corpus, rows: Iterable[Sequence[str]], labels: Sequence[str]) -> None:

@@ -27,10 +27,11 @@ from monoblock.model import Transformer
 from monoblock.recipes.schema import DataSection
 from monoblock.tasks.image_inputs import ImagePreprocessing
 from monoblock.tasks.input_template import InputTemplate
-from monoblock.tasks.seq2seq.normalizers import NORMALIZERS
-from monoblock.tasks.seq2seq.section import Seq2SeqSection
+from monoblock.tasks.pairs import NORMALIZERS, Seq2SeqSection
 from monoblock.tasks.tags import TagAwareEncoder
+from monoblock.tasks.task_data import special_token_ids
 from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.training.collate import SpecialTokenIds
 
 S = TypeVar("S")
 DEFAULT_BATCH = 64  # number of inputs processed at once
@@ -162,14 +163,24 @@ class LoadedModel:
     def trained_on_documents(self) -> bool:
         """Whether a masked language model was trained on single documents rather than on blocks of running text."""
         packing = "stream" if self.data_section is None else self.data_section.packing
-        return self.objective == "masked_lm" and packing == "documents"
+        return self.prediction_method == "fill" and packing == "documents"
+
+    @property
+    def special_tokens(self) -> SpecialTokenIds:
+        return special_token_ids(self.tokenizer)
+
+    def training_length(self, context: int | None = None) -> int | None:
+        """Return the maximum length of an input as in training, and at most the context; None means no limit."""
+        own = None if self.data_section is None else self.data_section.max_length
+        limits = (context or self.model.config.context, own)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def input_template(self, max_length: int | None = None) -> InputTemplate:
         """Return the template that puts special tokens around a text; it adds none for a model trained on running text.
 
         max_length: the most tokens of a text with its special tokens; None means no limit.
         """
-        blocks = self.objective == "masked_lm" and not self.trained_on_documents
+        blocks = self.prediction_method == "fill" and not self.trained_on_documents
         continues_text = self.model.encoder is None and self.prediction_method == ""
         without = self.defaults.from_recipe and (blocks or continues_text)
         return InputTemplate(self.tokenizer, max_length, no_special_tokens=without)

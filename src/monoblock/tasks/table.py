@@ -7,31 +7,31 @@ from typing import TYPE_CHECKING
 
 from monoblock.data.readers.records import CorpusKind
 from monoblock.errors import ConfigError, did_you_mean
-from monoblock.tasks.chat.task import CHAT
-from monoblock.tasks.classification.task import CLASSIFICATION
-from monoblock.tasks.language_modeling.task import CAUSAL_LM
-from monoblock.tasks.masked_lm.task import MASKED_LM
-from monoblock.tasks.question_answering.task import QUESTION_ANSWERING
-from monoblock.tasks.seq2seq.task import SEQ2SEQ
-from monoblock.tasks.span_corruption.task import SPAN_CORRUPTION
+from monoblock.tasks.causal_lm import CausalLM
+from monoblock.tasks.chat import ChatTask
+from monoblock.tasks.classification import Classification
+from monoblock.tasks.masked_lm import MaskedLM
+from monoblock.tasks.question_answering import QuestionAnswering
+from monoblock.tasks.seq2seq import Seq2Seq
+from monoblock.tasks.span_corruption import SpanCorruption
 from monoblock.tasks.task import Task
-from monoblock.tasks.text_to_text.task import TEXT_TO_TEXT
-from monoblock.tasks.token_classification.task import TOKEN_CLASSIFICATION
+from monoblock.tasks.text_to_text import TextToText
+from monoblock.tasks.token_classification import TokenClassification
 
 if TYPE_CHECKING:
     from monoblock.tasks.loaded_model import LoadedModel
 
 # If several tasks fit a corpus or a model, the first in this order is used.
 TASKS: tuple[Task, ...] = (
-    CAUSAL_LM,
-    SEQ2SEQ,
-    CLASSIFICATION,
-    TOKEN_CLASSIFICATION,
-    QUESTION_ANSWERING,
-    CHAT,
-    MASKED_LM,
-    SPAN_CORRUPTION,
-    TEXT_TO_TEXT,
+    CausalLM(),
+    Seq2Seq(),
+    Classification(),
+    TokenClassification(),
+    QuestionAnswering(),
+    ChatTask(),
+    MaskedLM(),
+    SpanCorruption(),
+    TextToText(),
 )
 
 

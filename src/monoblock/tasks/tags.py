@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from monoblock.data.indic_normalization import script_of
 from monoblock.data.noise import BLANK_TOKEN
 from monoblock.errors import InputError, did_you_mean
-from monoblock.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from monoblock.tokenizers.tokenizer import Tokenizer
 
 BACKTRANSLATION_TAG = "<bt>"  # Caswell et al. 2019
 SCRIPT_TAG_PREFIX = "<2"

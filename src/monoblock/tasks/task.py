@@ -1,19 +1,18 @@
 """The class `Task`, which describes a training objective: its data, models, loss, prediction and evaluation.
 
-Each folder of tasks/ has a task.py with one `Task`; tasks/table.py lists them. To add a task of your own, create a
-`Task` and pass it to `mb.train(…, task=…)` and `mb.load(…, task=…)` (docs/tasks.md).
+A task is a subclass, and tasks/table.py lists those of the package. To add a task of your own, write a subclass and
+pass an object of it to `mb.train(…, task=…)` and `mb.load(…, task=…)` (docs/tasks.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from monoblock.data.corpora.load import Corpus
 from monoblock.data.readers.records import CorpusKind
+from monoblock.errors import InputError
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.splits import CorpusSplits, load_splits
 
@@ -33,83 +32,70 @@ class TrainingDefaults(NamedTuple):
     max_length: int  # maximum number of tokens in a sample; the context of the model may lower it
 
 
-DEFAULT_TRAINING = TrainingDefaults(3, 16, 512)
-
-
-@dataclass(frozen=True)
-class ImportedFunction:
-    """A function of monoblock.tasks that is imported when it is called.
-
-    The rows of the package use it, so that recipes and tasks can be listed without importing torch.
-    """
-
-    module: str
-    name: str
-
-    def load(self) -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(import_module(f"monoblock.tasks.{self.module}"), self.name)
-        return function
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.load()(*args, **options)
-
-
-def _keep_splits(splits: CorpusSplits, recipe: Recipe, folder: Path | None) -> CorpusSplits:
-    return splits
-
-
-@dataclass(frozen=True, kw_only=True)
 class Task:
-    """A training objective, such as "seq2seq", with its data, loss, prediction and evaluation.
+    """A training objective, such as "seq2seq"; a subclass sets `name` and defines `data`, the rest is optional.
 
-    name: the value of train.objective in a recipe, and the name of the recipe section with the keys of the task.
-    build_data: a function that builds the training and validation batches from `TaskInputs`.
-    about: a short description of the task.
-    head, families: the kind of head and the model families that the task trains.
-    corpus_kinds: the kinds of corpus that the task reads. The kind of a file follows from its suffix; if the suffix is
-        ambiguous, the first kind is used.
-    section: a frozen dataclass with the keys of the recipe section; None if the task has no keys of its own.
-    special_tokens: a function (recipe, training corpus) that returns the special tokens of a new tokenizer.
-    required_tokens: roles of special tokens, such as "mask". A tokenizer that is loaded instead of trained must have a
-        special token for at least one of these roles.
-    load_data: a function that reads the training and the validation corpus of a recipe.
-    prepare_data: a function that changes the training and validation rows after data.limit has been applied.
-    loss: a function (model, inputs, labels) that returns the loss summed over the targets of a batch; None means
-        cross-entropy with the options in the recipe section [train], such as label smoothing.
-    classes_are_positions: whether the classes of the cross-entropy are the token positions of an input, as for the
-        start and end of an answer, instead of the outputs of the head.
-    predict: a function that predicts a list of inputs with a loaded model; `Pipeline.predict` calls it.
-    evaluate: a function that computes the metrics of `mb.evaluate` and `monoblock evaluate`.
-    score_validation: a function that computes metrics on the first validation rows, for the model card.
-    metrics: the names of the main metrics, for `monoblock ls tasks`.
-    decoding: how models of the task generate text by default.
-    verb: the monoblock command to use a trained model with.
-    supports_adversarial: whether train.adversarial can be used.
-    supports_unpadded: whether data.padding="none" can be used, with inputs and labels that `remove_padding` knows.
-    supports_subword_sampling: whether tokenizer.dropout and tokenizer.alpha can be used (`TaskInputs.sampler`).
-    defaults: the default hyperparameters of `monoblock finetune`.
+    Modules that define tasks of the package import torch and numpy inside the methods, so that listing recipes and
+    tasks is fast.
     """
 
-    name: str
-    build_data: Callable[[TaskInputs], TaskData]
-    about: str = ""
-    head: str = "language_model"
-    families: tuple[str, ...] = ("decoder-only",)
+    name: str  # the value of train.objective, and the name of the recipe section with the keys of the task
+    about: str = ""  # a short description
+    head: str = "language_model"  # the kind of head that models of the task have
+    families: tuple[str, ...] = ("decoder-only",)  # the model families that the task trains
+    # The kinds of corpus that the task reads; a file whose suffix suits several is read as the first.
     corpus_kinds: tuple[CorpusKind, ...] = ("text",)
-    section: type | None = None
-    special_tokens: Callable[[Recipe, Corpus], Sequence[str]] = lambda recipe, train: ["pad", "cls", "sep"]
-    required_tokens: tuple[str, ...] = ()
-    load_data: Callable[[Recipe, Sequence[CorpusKind], Path | None], tuple[Corpus, Corpus | None]] = load_splits
-    prepare_data: Callable[[CorpusSplits, Recipe, Path | None], CorpusSplits] = _keep_splits
-    loss: Callable[[nn.Module, dict[str, Tensor], Tensor], Tensor] | None = None
-    classes_are_positions: bool = False
-    predict: Callable[[LoadedModel, Sequence[Any]], Sequence[Any]] | None = None
-    evaluate: Callable[[LoadedModel, EvaluationRequest], Evaluation] | None = None
-    score_validation: Callable[[LoadedModel, Sequence[Any], int], dict[str, float]] | None = None
-    metrics: tuple[str, ...] = ("loss",)
-    decoding: Literal["none", "sampling", "beam_search"] = "none"
-    verb: Literal["generate", "translate", "chat", "evaluate"] = "evaluate"
-    supports_adversarial: bool = False
-    supports_unpadded: bool = False
-    supports_subword_sampling: bool = False
-    defaults: TrainingDefaults = DEFAULT_TRAINING
+    section: type | None = None  # a frozen dataclass with the keys of the recipe section; None: no keys
+    required_tokens: tuple[str, ...] = ()  # a tokenizer that is loaded needs a special token for one of these roles
+    classes_are_positions: bool = False  # whether the classes of the cross-entropy are token positions of the input
+    metrics: tuple[str, ...] = ("loss",)  # the main metrics, for `monoblock ls tasks`
+    decoding: Literal["none", "sampling", "beam_search"] = "none"  # how models of the task generate text by default
+    verb: Literal["generate", "translate", "chat", "evaluate"] = "evaluate"  # what to use a trained model with
+    supports_adversarial: bool = False  # whether train.adversarial can be used
+    supports_unpadded: bool = False  # data.padding="none": `remove_padding` knows the inputs and labels
+    supports_subword_sampling: bool = False  # tokenizer.dropout and tokenizer.alpha: `data` uses `TaskInputs.sampler`
+    defaults: TrainingDefaults = TrainingDefaults(3, 16, 512)
+
+    def data(self, inputs: TaskInputs, /) -> TaskData:
+        """Build the training and validation batches."""
+        raise NotImplementedError(f"the task {self.name!r} has no method data")
+
+    def load_data(self, recipe: Recipe, folder: Path | None, /) -> tuple[Corpus, Corpus | None]:
+        """Read the training and the validation corpus of a recipe; `folder` is the user's folder of corpora."""
+        return load_splits(recipe, self.corpus_kinds, folder)
+
+    def prepare_data(self, splits: CorpusSplits, recipe: Recipe, folder: Path | None, /) -> CorpusSplits:
+        """Change the training and validation rows after data.limit has been applied."""
+        return splits
+
+    def special_tokens(self, recipe: Recipe, train: Corpus, /) -> list[str]:
+        """Return the special tokens of a new tokenizer."""
+        return ["pad", "cls", "sep"]
+
+    def loss(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, /) -> Tensor:
+        """Return the loss summed over the targets of a batch.
+
+        A task without this method is trained by cross-entropy with the options of [train], such as label smoothing.
+        """
+        raise NotImplementedError
+
+    def predict(self, loaded: LoadedModel, inputs: Sequence[Any], /) -> Sequence[Any]:
+        """Return the prediction for each input; `Pipeline.predict` calls this."""
+        raise InputError("the task of this model has no method predict; give mb.load the task, or call generate")
+
+    def evaluate(self, loaded: LoadedModel, request: EvaluationRequest, /) -> Evaluation:
+        """Compute the metrics of `mb.evaluate` and `monoblock evaluate`."""
+        raise InputError(f"evaluate has no metrics for {self.name} models; give another model")
+
+    def score_validation(self, loaded: LoadedModel, rows: Sequence[Any], count: int, /) -> dict[str, float]:
+        """Compute metrics on the first `count` validation rows, for the model card."""
+        return {}
+
+    @property
+    def has_own_loss(self) -> bool:
+        return type(self).loss is not Task.loss
+
+    @property
+    def scores_validation(self) -> bool:
+        """Whether `score_validation` computes anything."""
+        return type(self).score_validation is not Task.score_validation

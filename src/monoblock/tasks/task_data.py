@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,9 +19,7 @@ from monoblock.data.batching.plans import BatchIndices, BatchPlan, BucketBatchPl
 from monoblock.data.corpora.load import Corpus
 from monoblock.parallel.world import SINGLE_PROCESS, World
 from monoblock.recipes.schema import Recipe
-from monoblock.tasks.batching import group_by_length
-from monoblock.tasks.special_tokens import special_token_ids
-from monoblock.tasks.subword_sampling import SubwordSampler, requested_key
+from monoblock.tasks.tokenizer_checks import SubwordSampler, requested_key
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import SpecialTokenIds, TensorBatch
 from monoblock.training.events import DecisionEvent, WarningEvent
@@ -29,6 +28,25 @@ from monoblock.training.loss import Loss
 S = TypeVar("S")
 EVALUATION_SEED = 0  # every evaluation masks the same tokens and has the same order of batches
 Collate = Callable[..., tuple[dict[str, Tensor], Tensor]]  # takes a list of samples, and returns inputs and labels
+
+
+def special_token_ids(tokenizer: Tokenizer) -> SpecialTokenIds:
+    """Return the ids of the special tokens that collate functions need."""
+    return SpecialTokenIds(
+        pad_id=tokenizer.pad_id or 0,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        mask_id=tokenizer.mask_id,
+        sentinel_ids=tuple(tokenizer.sentinel_ids),
+        unmaskable_ids=tokenizer.special_ids,
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
+def group_by_length(lengths: Sequence[int], batch: int, *, longest_first: bool = True) -> list[list[int]]:
+    """Group the indices of `lengths` into batches of similar length, so that little padding is needed."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index] if longest_first else lengths[index])
+    return [order[start : start + batch] for start in range(0, len(order), batch)]
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,59 @@ class TaskInputs:
         """Return the task section of the recipe if it has the type `kind`, else a `kind` with its defaults."""
         return self.recipe.task if isinstance(self.recipe.task, kind) else kind()
 
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    @property
+    def special_tokens(self) -> SpecialTokenIds:
+        return SpecialTokenIds() if self.tokenizer is None else special_token_ids(self.tokenizer)
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.recipe.train.batch * self.recipe.train.accumulate
+
+    def fixed_plan(self, count: int) -> FixedBatchPlan:
+        """Return a plan of batches of equal size, for `count` samples that need not be grouped by length."""
+        return FixedBatchPlan(count, min(self.samples_per_step, count), self.recipe.train.seed, last="drop")
+
+    def bucket_plan(self, lengths: Any) -> BucketBatchPlan:
+        """Return a plan of batches in which samples have similar lengths; `lengths` has the length of each sample."""
+        return BucketBatchPlan(lengths, seed=self.recipe.train.seed, batch=self.samples_per_step)
+
+    def truncation_note(self, count: int) -> str:
+        """Return a note for `TaskData.summary` that says how many samples were truncated; "" if none were."""
+        return f" ({count:,} of them cut to {self.max_length} tokens)" if count else ""
+
+    def encoded_data(
+        self,
+        samples: EncodedDataset,
+        collate: Collate,
+        validation: EncodedDataset | None = None,
+        *,
+        resample: Callable[[int, int], dict[str, Any]] | None = None,
+        plan: BatchPlan | None = None,
+        validation_collate: Collate | None = None,
+        **facts: Any,
+    ) -> TaskData:
+        """Return the data for training on encoded samples, by default in batches of similar lengths.
+
+        collate: a function that converts a list of samples to the keyword arguments of the model and the labels.
+        resample: a function (index, epoch) that returns a sample as it is in an epoch; None: it is always the same.
+        validation_collate: the same as `collate` for validation samples, if it is another function.
+        facts: further fields of `TaskData`.
+        """
+
+        def build_batch(batch: BatchIndices) -> TensorBatch:
+            indices = batch.indices.tolist()
+            rows = [samples[index] if resample is None else resample(index, batch.epoch) for index in indices]
+            return TensorBatch(*collate(rows), batch.epoch, indices)
+
+        evaluation = None
+        if validation is not None:
+            batch_size, function = self.recipe.train.batch, validation_collate or collate
+            evaluation = partial(iterate_evaluation_batches, validation, batch_size, function)
+        plan = plan or self.bucket_plan(samples.lengths)
+        return TaskData(self.tokenizer, self.special_tokens, plan, build_batch, evaluation, **facts)
+
     def task_data(
         self,
         samples: Sequence[Any],
@@ -82,8 +153,6 @@ class TaskInputs:
             first dimension of every tensor is that of the samples, and labels of -100 are ignored.
         unit: the unit in which the progress display counts labels.
         """
-        size = samples_per_step(self.recipe)
-        plan = FixedBatchPlan(len(samples), min(size, len(samples)), self.recipe.train.seed, last="drop")
 
         def batch_of(rows: Sequence[Any], indices: Sequence[int], epoch: int) -> TensorBatch:
             return TensorBatch(*collate([rows[index] for index in indices]), epoch, list(indices))
@@ -95,8 +164,8 @@ class TaskInputs:
 
         return TaskData(
             self.tokenizer,
-            SpecialTokenIds() if self.tokenizer is None else special_token_ids(self.tokenizer),
-            plan,
+            self.special_tokens,
+            self.fixed_plan(len(samples)),
             lambda batch: batch_of(samples, batch.indices.tolist(), batch.epoch),
             evaluation_batches if validation else None,
             summary=f"{len(samples):,} {unit} to train on",
@@ -127,35 +196,6 @@ class TaskData:
     batches: Callable[[int], Iterator[TensorBatch]] | None = None  # the user's batches from a step on
     content_digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of the content of each split
     notices: tuple[DecisionEvent | WarningEvent, ...] = ()  # what the user is told about the data before training
-
-
-# -- training batches -------------------------------------------------------------------------------------------------
-
-
-def samples_per_step(recipe: Recipe) -> int:
-    return recipe.train.batch * recipe.train.accumulate
-
-
-def build_fixed_plan(recipe: Recipe, count: int) -> FixedBatchPlan:
-    """Return a plan of batches of equal size, for `count` samples that need not be grouped by length."""
-    size = samples_per_step(recipe)
-    return FixedBatchPlan(count, min(size, count), recipe.train.seed, last="drop")
-
-
-def build_bucket_plan(recipe: Recipe, lengths: Any) -> BucketBatchPlan:
-    """Return a plan of batches in which samples have similar lengths; `lengths` has the length of each sample."""
-    return BucketBatchPlan(lengths, seed=recipe.train.seed, batch=samples_per_step(recipe))
-
-
-def batch_builder(samples: EncodedDataset, collate: Collate) -> Callable[[BatchIndices], TensorBatch]:
-    return lambda batch: TensorBatch(
-        *collate([samples[int(index)] for index in batch.indices]), batch.epoch, batch.indices.tolist()
-    )
-
-
-def truncation_note(count: int, context: int | None) -> str:
-    """Return a note for `TaskData.summary` that says how many samples were truncated; "" if none were."""
-    return f" ({count:,} of them cut to {context} tokens)" if count else ""
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ def collate_classification(
     samples: Sequence[dict[str, Any]], special: SpecialTokenIds
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Collate texts or images that have one label each; the labels have shape (B,)."""
-    labels = torch.tensor([int(sample["label"]) for sample in samples])
+    labels = torch.from_numpy(np.array([sample["label"] for sample in samples], np.int64).reshape(-1))
     if "pixels" in samples[0]:
         return {"source": torch.from_numpy(np.stack([sample["pixels"] for sample in samples]))}, labels
     return _collate_ids(samples, special), labels

@@ -15,10 +15,10 @@ from monoblock.data.readers.records import Chat, Message
 from monoblock.errors import FileError, InputError
 from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.recipe import parse_recipe
-from monoblock.tasks.chat.data import build_chat_data, collate_chats, encode_chat
+from monoblock.tasks.chat import ChatTask, collate_chats, encode_chat
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.special_tokens import special_token_ids
+from monoblock.tasks.task_data import TaskInputs, special_token_ids
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 CONVERSATIONS = [
@@ -84,13 +84,13 @@ def test_an_answer_that_contains_the_end_token_is_a_label_up_to_the_last_one(tok
 
 
 def test_labels_are_shifted_by_one_and_padding_is_ignored(tokenizer):
-    encoded = [encode_chat(chat, tokenizer) for chat in chats()[:2]]
-    inputs, labels = collate_chats([chat._asdict() for chat in encoded], special_token_ids(tokenizer))
+    encoded = [dict(zip(("ids", "labels"), encode_chat(chat, tokenizer), strict=True)) for chat in chats()[:2]]
+    inputs, labels = collate_chats(encoded, special_token_ids(tokenizer))
     assert labels.shape == inputs["source"].shape
     for row, chat in enumerate(encoded):
-        count = len(chat.ids) - 1
-        assert inputs["source"][row, :count].tolist() == chat.ids[:-1]
-        assert labels[row, :count].tolist() == chat.labels[1:]
+        count = len(chat["ids"]) - 1
+        assert inputs["source"][row, :count].tolist() == chat["ids"][:-1]
+        assert labels[row, :count].tolist() == chat["labels"][1:]
         assert set(labels[row, count:].tolist()) <= {IGNORE_INDEX}
 
 
@@ -98,21 +98,21 @@ def test_a_conversation_is_truncated_to_the_context_and_dropped_without_an_answe
     path = write(tmp_path / "chat.jsonl", [CONVERSATIONS[0]] * 9 + [[("user", "word " * 99), ("assistant", "Yes.")]])
     model = {"family": "gpt", "width": 8, "depth": 1, "heads": 1, "context": 61}
     recipe = parse_recipe({"data": {"corpus": str(path)}, "model": model, "train": {"objective": "chat", "batch": 2}})
-    data = build_chat_data(recipe, 61, tokenizer, load_corpus(path, "all"), None)
+    data = ChatTask().data(TaskInputs(recipe, 61, tokenizer, load_corpus(path, "all"), None))
     assert data.summary == "9 conversations to train on (1 without an answer in their first 61 tokens left out)"
     assert data.build_batch(data.batch_plan.batch_at(0)).inputs["source"].shape[1] <= 61
     with pytest.raises(InputError, match="no conversation has an answer in its first 5 tokens"):
-        build_chat_data(recipe, 5, tokenizer, load_corpus(path, "all"), None)
+        ChatTask().data(TaskInputs(recipe, 5, tokenizer, load_corpus(path, "all"), None))
     bare = Tokenizer.train("char", ["Who built the ark?"])
     with pytest.raises(InputError, match="has no chat template"):
-        build_chat_data(recipe, 61, bare, load_corpus(path, "all"), None)
+        ChatTask().data(TaskInputs(recipe, 61, bare, load_corpus(path, "all"), None))
 
 
 def test_the_summary_counts_truncated_answers(tokenizer):
     conversations = [CONVERSATIONS[0]] * 5 + [[("user", "So?"), ("assistant", "yes " * 99)]] * 2
     conversations += [[("user", "So?"), ("assistant", "Yes."), ("user", "word " * 99)]]  # nothing of an answer is lost
     recipe = parse_recipe({"data": {"corpus": "x"}, "model": {"family": "gpt"}, "train": {"objective": "chat"}})
-    data = build_chat_data(recipe, 61, tokenizer, Corpus("x", "chat", "train", chats(conversations)), None)
+    data = ChatTask().data(TaskInputs(recipe, 61, tokenizer, Corpus("x", "chat", "train", chats(conversations)), None))
     assert data.summary == "8 conversations to train on (2 of them cut to 61 tokens)"
 
 

@@ -15,17 +15,17 @@ from monoblock.errors import FileError
 from monoblock.recipes.schema import TokenizerSection
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import parse_recipe
+from monoblock.tasks.bio import extract_entities
 from monoblock.tasks.input_template import InputTemplate, WordEncoder
-from monoblock.tasks.subword_sampling import SubwordSampler
-from monoblock.tasks.token_classification.augment import (
+from monoblock.tasks.tag_augmentation import (
     TaggedAugmenter,
+    TokenClassificationSection,
     collect_mentions,
     concatenate_rows,
     group_rows,
     replace_mentions,
 )
-from monoblock.tasks.token_classification.bio import extract_entities
-from monoblock.tasks.token_classification.section import TokenClassificationSection
+from monoblock.tasks.tokenizer_checks import SubwordSampler
 from monoblock.training.corruption import sample_generator
 
 TEXT = "the king of the north went up and the king of the south came down"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from packages import package_file
 
 import monoblock as mb
-from monoblock.tasks.embedding.nearest import find_nearest
+from monoblock.tasks.embedding import find_nearest
 
 WORDS = ["the", "king", "of", "north", "went", "up", "and", "south", "came", "down", "house", "lord", "blessed"]
 WORDS += ["sons", "seven", "gold", "silver"]

@@ -12,7 +12,7 @@ from monoblock.cli.main import run
 from monoblock.data.readers.records import LabelledText
 from monoblock.errors import ConfigError, InputError
 from monoblock.tasks.evaluation_report import EvaluationRequest
-from monoblock.tasks.language_modeling.fewshot import (
+from monoblock.tasks.fewshot import (
     CONTENT_FREE,
     PromptTemplate,
     accuracy,

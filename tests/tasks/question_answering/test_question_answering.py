@@ -16,8 +16,7 @@ from monoblock.runs.build_data import build_task_data
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.recipe import parse_recipe
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.question_answering.predict import answer_questions, best_spans
-from monoblock.tasks.question_answering.windows import NO_ANSWER, ContextWindow, QuestionEncoder
+from monoblock.tasks.question_answering import NO_ANSWER, ContextWindow, QuestionEncoder, answer_questions, best_spans
 from monoblock.training.loss import CrossEntropyLoss
 
 CONTEXT = "And Moses said unto the  people — é, Fear ye not: stand still; and Aaron went up. The LORD is one LORD."

@@ -9,15 +9,14 @@ from monoblock.data.corpora.load import Corpus
 from monoblock.data.readers.pairs import read_pairs
 from monoblock.data.readers.records import Pair
 from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.tasks.backtranslation import BacktranslationMethod
 from monoblock.tasks.loaded_model import Hypothesis
-from monoblock.tasks.seq2seq.alignment import format_pharaoh, hard_alignment, word_indices
-from monoblock.tasks.seq2seq.backtranslation import BacktranslationMethod
-from monoblock.tasks.seq2seq.evaluate import target_language
-from monoblock.tasks.seq2seq.pairs import collect_references, mix_pairs, prepare_pairs
-from monoblock.tasks.seq2seq.rescoring import WordFrequencies, tune_weight
-from monoblock.tasks.seq2seq.section import Seq2SeqSection
+from monoblock.tasks.pairs import Seq2SeqSection, collect_references, mix_pairs, prepare_pairs
 from monoblock.tasks.tags import TagAwareEncoder
 from monoblock.tasks.text_splitting import decode_lines, split_text
+from monoblock.tasks.translation_scores import target_language
+from monoblock.tasks.word_alignment import format_pharaoh, hard_alignment, word_indices
+from monoblock.tasks.word_frequencies import WordFrequencies, tune_weight
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 PAIRS = [Pair("delhi", "दिल्ली", 3), Pair("chennai", "சென்னை")]

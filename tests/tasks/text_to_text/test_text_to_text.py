@@ -22,9 +22,18 @@ from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import parse_recipe, read_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.text_to_text.data import convert_to_pairs, first_word, group_by_task, load_extra_tasks, prefix_for
-from monoblock.tasks.text_to_text.evaluate import METRICS_BY_TASK, evaluate_text_to_text, score_lead
-from monoblock.tasks.text_to_text.section import ExtraTask, TextToTextSection
+from monoblock.tasks.text_to_text import (
+    METRICS_BY_TASK,
+    ExtraTask,
+    TextToText,
+    TextToTextSection,
+    convert_to_pairs,
+    first_word,
+    group_by_task,
+    load_extra_tasks,
+    prefix_for,
+    score_lead,
+)
 
 SIZES = {"width": 16, "depth": 1, "heads": 2}
 DATA = DataSection(corpus="kjv-web")
@@ -311,9 +320,9 @@ def test_any_of_several_gold_answers_is_correct(tmp_path, monkeypatch):
     def fake_translations(loaded, sources, **options):
         return ["she" if index else "they" for index in range(len(sources))]
 
-    monkeypatch.setattr("monoblock.tasks.text_to_text.evaluate.best_translations", fake_translations)
+    monkeypatch.setattr("monoblock.tasks.translate.best_translations", fake_translations)
     request = EvaluationRequest(data=str(tmp_path / "mine.json"), samples=2)
     loaded = LoadedModel(None, None, data_section=recipe.data, task_section=recipe.task)
-    metrics = evaluate_text_to_text(loaded, request).metrics
+    metrics = TextToText().evaluate(loaded, request).metrics
     assert metrics["exact_match"] == 50
     assert (metrics["sources"], metrics["split"]) == (2, "valid")

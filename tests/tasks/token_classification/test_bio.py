@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from monoblock.data.readers.records import TaggedSentence
-from monoblock.tasks.token_classification.bio import (
+from monoblock.tasks.bio import (
     Entity,
     build_transitions,
     count_entities,

@@ -62,7 +62,7 @@ def check_fewshot_options(options: dict[str, Any]) -> None:
 
 def evaluate_fewshot(pipe: Pipeline, request: EvaluationRequest, options: dict[str, Any]) -> Evaluation:
     """Evaluate by few-shot prompting, once for each number of examples in --shots."""
-    from monoblock.tasks.language_modeling.fewshot import evaluate_few_shot
+    from monoblock.tasks.fewshot import evaluate_few_shot
 
     template = options["template"].replace("\\n", "\n").replace("\\t", "\t") if options["template"] else None
     return evaluate_few_shot(

@@ -55,6 +55,13 @@ class EncodedDataset:
     fields: Mapping[str, RaggedArray]
     row_numbers: NDArray[np.int64]
 
+    @classmethod
+    def from_samples(cls, samples: Iterable[tuple[int, Mapping[str, Sequence[int]]]]) -> EncodedDataset:
+        """Build a dataset from pairs (row number, fields of the sample)."""
+        kept = list(samples)
+        fields = {name: RaggedArray(sample[name] for _, sample in kept) for name in (kept[0][1] if kept else ())}
+        return cls(fields, np.array([number for number, _ in kept], np.int64))
+
     def __len__(self) -> int:
         return len(self.row_numbers)
 

@@ -24,7 +24,7 @@ from monoblock.experiments.frame.training import load_run, train_run, training_m
 from monoblock.experiments.models.budgets import LANGUAGE_MODEL, TEXT_SMOKE, TEXT_STAND_IN
 from monoblock.inference.optimized import OptimizedModel, optimize
 from monoblock.runs.pipeline import Pipeline
-from monoblock.tasks.language_modeling.data import tokenize_corpus
+from monoblock.tasks.running_text import tokenize_corpus
 
 SIZES = {
     "large": ("model.depth=12", "model.width=768", "model.heads=12", "model.hidden=3072", "train.lr=5e-4"),

@@ -34,14 +34,14 @@ from monoblock.experiments.models.backtranslation_ratios import (
 )
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.recipe import read_recipe, task_of_recipe
-from monoblock.tasks.seq2seq.backtranslation import (
+from monoblock.tasks.backtranslation import (
     DECODING_OPTIONS,
     BacktranslationMethod,
     generate_sources,
     write_pairs,
 )
-from monoblock.tasks.seq2seq.pairs import prepare_pairs, recipe_section
-from monoblock.tasks.seq2seq.task import SEQ2SEQ
+from monoblock.tasks.pairs import prepare_pairs, recipe_section
+from monoblock.tasks.seq2seq import Seq2Seq
 from monoblock.tasks.splits import holdout_of
 from monoblock.tasks.tags import SYNTHETIC_TAGS
 from monoblock.tokenizers.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ def expand_arms(options: Options, names: list[str]) -> list[str]:
 
 def check(options: Options, overrides: tuple[str, ...]) -> None:
     recipe = read_recipe(options.recipe, overrides)
-    if task_of_recipe(recipe) is not SEQ2SEQ:
+    if type(task_of_recipe(recipe)) is not Seq2Seq:
         raise ConfigError(
             f"recipe={options.recipe} has the objective {recipe.train.objective!r}, but back-translation needs "
             "'seq2seq'; write recipe=multi30k"

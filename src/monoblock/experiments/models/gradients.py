@@ -9,8 +9,8 @@ from monoblock.config.model import ModelConfig
 from monoblock.inspection.norms import StackNorms, gradient_norms
 from monoblock.model import Transformer
 from monoblock.tasks.evaluation_report import EvaluationRequest, read_corpus
-from monoblock.tasks.language_modeling.data import iterate_windows, tokenize_corpus
 from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.running_text import iterate_windows, tokenize_corpus
 
 ROWS, LENGTH = 4, 64  # of the tokens; a text has rows of the model's context
 

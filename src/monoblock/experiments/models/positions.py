@@ -27,8 +27,8 @@ from monoblock.runs.build_data import build_task_data
 from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.pipeline import Pipeline
 from monoblock.tasks.evaluation_report import EvaluationRequest, read_corpus
-from monoblock.tasks.language_modeling.data import tokenize_corpus, unigram_loss
 from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.running_text import tokenize_corpus, unigram_loss
 
 MULTIPLES = (1, 2, 4, 6, 8, 16)  # of the training length
 BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # in a batch of the evaluation

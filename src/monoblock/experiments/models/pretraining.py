@@ -20,8 +20,8 @@ from monoblock.experiments.frame.toy_data import toy_path
 from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.recipe import read_recipe, task_of_recipe
-from monoblock.tasks.masked_lm.section import CorruptionSection
-from monoblock.tasks.span_corruption.task import SPAN_CORRUPTION
+from monoblock.tasks.masked_lm import CorruptionSection
+from monoblock.tasks.span_corruption import SpanCorruption
 
 DEFAULT_RECIPE = "vowels"
 SMOKE_TEXTS = 20  # to pretrain on
@@ -49,7 +49,7 @@ def check(options: Options, overrides: tuple[str, ...]) -> None:
         raise ConfigError(
             f"recipe={options.recipe} does not train an encoder-decoder Transformer on pairs; write recipe=vowels"
         )
-    if task_of_recipe(read_recipe(options.pretraining)) is not SPAN_CORRUPTION:
+    if not isinstance(task_of_recipe(read_recipe(options.pretraining)), SpanCorruption):
         raise ConfigError(
             f"pretraining={options.pretraining} is not a span-corruption recipe; write pretraining=spans-kjv"
         )

@@ -39,7 +39,7 @@ from monoblock.runs.account import account
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe, task_of_recipe
-from monoblock.tasks.text_to_text.task import TEXT_TO_TEXT
+from monoblock.tasks.text_to_text import TextToText
 
 DEFAULT_RECIPE = "reverse"
 TRAIN_PAIRS = 100_000
@@ -126,7 +126,7 @@ def _data_changes(trial: Trial) -> list[str]:
         return [f"data.corpus={_pairs_folder(trial) / 'corpus'}", f"model.context={longest}"]
     if not trial.smoke:
         return []
-    has_tasks = task_of_recipe(read_recipe(trial.options.recipe)) is TEXT_TO_TEXT
+    has_tasks = isinstance(task_of_recipe(read_recipe(trial.options.recipe)), TextToText)
     one_task = ["text_to_text.tasks=[]"] if has_tasks else []  # further tasks have large corpora of their own
     return [f"data.corpus={toy_path('pairs', trial.folder)}", f"model.context={TOY_CONTEXT}", *one_task]
 

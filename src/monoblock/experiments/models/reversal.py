@@ -12,8 +12,8 @@ from monoblock.data.readers.records import Pair
 from monoblock.errors import ConfigError
 from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.pipeline import Pipeline
+from monoblock.tasks.backtranslation import write_pairs
 from monoblock.tasks.evaluation_report import EvaluationRequest
-from monoblock.tasks.seq2seq.backtranslation import write_pairs
 
 SEED = 8  # of the data, which is the same for all arms and seeds
 MAX_TEST_PAIRS, MAX_VALIDATION_PAIRS = 500, 1_000

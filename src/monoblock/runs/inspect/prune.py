@@ -113,7 +113,7 @@ def _recipe(folder: Path, data: str, data_folder: Path | None) -> Recipe:
 
 
 def _loss(task: Task) -> Loss:
-    if task.loss is not None:
+    if task.has_own_loss:
         return FunctionLoss(task.loss)
     return CrossEntropyLoss(over_positions=task.classes_are_positions)
 
