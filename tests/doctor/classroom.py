@@ -464,7 +464,7 @@ def build(style: str, mistake: Mistake | None = None, changes: Lines = ()) -> Si
     return SimpleNamespace(**namespace)
 
 
-# What a student can hand over: the argument of mb.diagnose -> how it is taken from the executed script.
+# What a student can pass: the argument of mb.diagnose -> how it is taken from the executed script.
 HANDED = {
     "batch": lambda s: (s.x, s.y),
     "loss": lambda s: getattr(s, "loss_fn", None),  # in two styles the loss is inside `forward`

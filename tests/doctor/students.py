@@ -1,6 +1,6 @@
 """Twelve models as a student would write them in plain PyTorch, each with one subtle fault, or mended.
 
-`STUDENTS` maps the name of a fault to (a function that builds the model and what is handed over, the check that must
+`STUDENTS` maps the name of a fault to (a function that builds the model and what is passed, the check that must
 name the fault, a word of the cause that the reason must contain).
 """
 

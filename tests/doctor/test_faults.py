@@ -9,53 +9,13 @@ from students import STUDENTS
 from torch import nn
 
 from monoblock.config.presets import tiny
+from monoblock.doctor.checks import CHECKS
 from monoblock.doctor.diagnose import diagnose_model
-from monoblock.doctor.faults.fault import HOSTS, Fault, make_patient
-from monoblock.doctor.faults.table import FAULTS, diagnose_with_fault
-from monoblock.doctor.table import CHECKS
+from monoblock.doctor.examination import REQUIREMENTS
+from monoblock.doctor.faults import FAULTS, diagnose_with_fault
+from monoblock.doctor.faults.fault import MODEL_KINDS, Fault, plant_fault
 from monoblock.errors import InputError
 from monoblock.model import Transformer
-
-# The names of INTERFACE.md.
-NAMES = {
-    "causality",
-    "prefix",
-    "window",
-    "padding",
-    "batch",
-    "packing",
-    "cache",
-    "positions",
-    "positions_twice",
-    "position_offset",
-    "cross_padding",
-    "tying",
-    "dropout",
-    "softmax_precision",
-    "mask_after_softmax",
-    "scale",
-    "tokenizer",
-    "head",
-    "model_type",
-    "context",
-    "generation_defaults",
-    "initial_loss",
-    "overfit",
-    "label_shift",
-    "pad_in_loss",
-    "learning_rate",
-    "warmup",
-    "clipping",
-    "gradient_flow",
-    "heads",
-    "collapse",
-    "residual_growth",
-    "overflow",
-    "optimizer",
-    "optimizer_settings",
-    "train_eval_gap",
-    "repeated_data",
-}
 
 
 @functools.cache
@@ -71,17 +31,17 @@ def test_a_planted_fault_is_named(name):
     assert len(found) <= 3, found
 
 
-CONTROLS = {(fault.host, fault.control): fault for fault in FAULTS.values() if fault.control is not Fault.control}
+CONTROLS = {(fault.kind, fault.control): fault for fault in FAULTS.values() if fault.control is not Fault.control}
 
 
-@pytest.mark.parametrize("fault", CONTROLS.values(), ids=lambda fault: f"{fault.host}, as for {fault.name}")
+@pytest.mark.parametrize("fault", CONTROLS.values(), ids=lambda fault: f"{fault.kind}, as for {fault.name}")
 def test_the_control_of_a_fault_has_no_findings(fault):
-    patient = make_patient(fault, is_healthy=True)
-    report = diagnose_model(patient.model, **patient.options)
+    setup = plant_fault(fault, is_healthy=True)
+    report = diagnose_model(setup.model, **setup.options)
     assert not report.findings, [(finding.check, finding.evidence) for finding in report.findings]
     passed = {result.name for result in report.checks if result.state == "passed"}
     assert fault.check in passed
-    if "step" in patient.options:
+    if "step" in setup.options:
         assert {"label_shift", "pad_in_loss", "overfit", "optimizer", "learning_rate", "dropout"} <= passed
 
 
@@ -162,11 +122,11 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_host_without_its_fault_has_no_findings(host):
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_a_model_without_its_fault_has_no_findings(kind):
     """The healthy control of each fault: the model that it is planted into."""
-    patient = make_patient(Fault("none", "nothing", "", lambda patient: None, host))
-    assert diagnose_model(patient.model).findings == []
+    setup = plant_fault(Fault("none", "nothing", "", lambda setup: None, kind))
+    assert diagnose_model(setup.model).findings == []
 
 
 @pytest.mark.parametrize(("name", "words"), CAUSES.items())
@@ -194,11 +154,13 @@ def test_a_softmax_over_another_axis_has_a_title_of_its_own(axis):
     assert f"FAIL  {report.findings[0].check}: the softmax is taken over the {axis}" in str(report)
 
 
-def test_every_check_has_a_fault_and_the_public_names():
-    assert {check.name for check in CHECKS} == NAMES
-    assert {fault.check for fault in FAULTS.values()} == NAMES
-    assert len(FAULTS) >= 30
-    assert all(set(check.explains) <= NAMES for check in CHECKS)
+def test_every_check_has_a_fault_and_comes_after_those_that_explain_it():
+    names = [check.name for check in CHECKS]
+    assert len(set(names)) == len(names)
+    assert {fault.check for fault in FAULTS.values()} == set(names)
+    for number, check in enumerate(CHECKS):
+        assert set(check.explains) <= set(names[number + 1 :]), check.name
+        assert set(check.needs) <= set(REQUIREMENTS), check.name
 
 
 def examine(name, faulty):

@@ -1,4 +1,4 @@
-"""What a report says beside findings: what a model does not support, what does not apply, what to hand over."""
+"""What a report says beside findings: what a model does not support, what does not apply, what to pass."""
 
 import html
 import itertools
@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import monoblock as mb
+from monoblock.doctor.checks import CHECKS
 from monoblock.doctor.dependence import Panels, measure
-from monoblock.doctor.faults.table import diagnose_with_fault
-from monoblock.doctor.html import render_html
-from monoblock.doctor.options import DiagnoseOptions
-from monoblock.doctor.report import NotChecked, describe_not_checked
-from monoblock.doctor.table import CHECKS
+from monoblock.doctor.diagnose import DiagnoseOptions
+from monoblock.doctor.faults import diagnose_with_fault
+from monoblock.doctor.report import NotChecked, describe_not_checked, render_html
 
 VOCAB, WIDTH, HEADS, DEPTH, CONTEXT = 61, 36, 4, 3, 64
 
@@ -427,7 +426,7 @@ def test_every_argument_is_explained():
 
 def test_what_else_could_be_handed_over_is_one_line_with_every_argument():
     report = examine(GPT)
-    (line,) = (line for line in str(report).splitlines() if "hand over" in line)
+    (line,) = (line for line in str(report).splitlines() if "pass to mb.diagnose" in line)
     assert line == str(report).splitlines()[-1]
     for argument in ("pad_id=0", "cached=f", "batch=(ids, labels)", "step=f", "optimizer=…", "tokenizer=…"):
         assert argument in line
@@ -441,14 +440,14 @@ def test_what_else_could_be_handed_over_is_one_line_with_every_argument():
 
 def test_a_check_that_failed_keeps_a_line_of_its_own():
     rows = [
-        NotChecked("a", "the model failed: x", "call it"),
-        NotChecked("b", "no", "pass c=1", "c=1"),
-        NotChecked("d", "none"),
-        NotChecked("e", "no", "pass f=2", "f=2", "wings"),
+        NotChecked("the model failed: x", "call it", check="a"),
+        NotChecked("no", "pass c=1", "c=1", check="b"),
+        NotChecked("none", check="d"),
+        NotChecked("no", "pass f=2", "f=2", "wings", "e"),
     ]
     failed, inapplicable, last = describe_not_checked(rows)
     assert (failed, inapplicable) == ("a: the model failed: x; call it", "does not apply: d (none)")
-    assert last == "to check more, hand over to mb.diagnose c=1; if the model has it f=2 (wings)"
+    assert last == "to check more, pass to mb.diagnose c=1; if the model has it f=2 (wings)"
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from students import DropoutGPT
 
 import monoblock as mb
 from monoblock.cli.main import run
+from monoblock.doctor.checks import CHECKS
 from monoblock.doctor.diagnose import diagnose_model
-from monoblock.doctor.faults.table import FAULTS, diagnose_with_fault
-from monoblock.doctor.html import render_html
-from monoblock.doctor.table import CHECKS
+from monoblock.doctor.faults import FAULTS, diagnose_with_fault
+from monoblock.doctor.report import render_html
 from monoblock.runs.diagnose import CHEAP_SECONDS
 
 DOCS = (Path(__file__).parents[2] / "docs/doctor.md").read_text(encoding="utf-8")

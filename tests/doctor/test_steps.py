@@ -1,4 +1,4 @@
-"""Training steps, losses and labels that are handed over with a model."""
+"""Training steps, losses and labels that are passed with a model."""
 
 import pytest
 import torch

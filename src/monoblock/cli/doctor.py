@@ -81,15 +81,15 @@ def _examine(model: str | None, inject: str | None, checks: str | None) -> Repor
         assert model is not None
         names = None if checks is None else [name.strip() for name in checks.split(",") if name.strip()]
         return diagnose(model, checks=names)
-    from monoblock.doctor.faults.table import diagnose_with_fault, find_fault
+    from monoblock.doctor.faults import diagnose_with_fault, find_fault
 
     find_fault(inject)
     return diagnose_with_fault(inject, None if model is None else load_model_to_examine(model))
 
 
 def _print_list(as_json: bool) -> None:
-    from monoblock.doctor.faults.table import FAULTS
-    from monoblock.doctor.table import CHECKS
+    from monoblock.doctor.checks import CHECKS
+    from monoblock.doctor.faults import FAULTS
 
     checks = [(check.name, check.group, check.about) for check in CHECKS]
     faults = [(fault.name, fault.check, fault.about) for fault in FAULTS.values()]
@@ -105,7 +105,7 @@ def _print_list(as_json: bool) -> None:
 
 def _inject_all(as_json: bool) -> int:
     """Plant every fault into a built-in model, and return the exit code: 0 if each is named by its check."""
-    from monoblock.doctor.faults.table import FAULTS, diagnose_with_fault
+    from monoblock.doctor.faults import FAULTS, diagnose_with_fault
 
     rows = []
     for fault in FAULTS.values():

@@ -7,40 +7,18 @@ drawn beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from monoblock.doctor.examination import Examination, pad
-from monoblock.doctor.records import AttentionRecord
-from monoblock.doctor.report import Finding, Report
+from monoblock.doctor.recorder import AttentionRecord
+from monoblock.doctor.report import Finding, Panel, Panels, Report
 
 PLACES, PLACES_OF_LARGE = 32, 12  # of a long text that are drawn
 PAD = 3
 Run = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A matrix (rows of numbers from 0 to 1) and which of its cells are allowed to be more than 0."""
-
-    title: str
-    values: tuple[tuple[float, ...], ...]
-    allowed: tuple[tuple[float, ...], ...]  # 0: not allowed
-    rows: tuple[str, ...]  # names of rows and columns
-    columns: tuple[str, ...]
-    row_axis: str = "output at position"
-    column_axis: str = "position that is changed"
-
-
-@dataclass(frozen=True)
-class Panels:
-    """Matrices side by side; `check` is the check whose finding they show."""
-
-    caption: str
-    panels: tuple[Panel, ...]
-    check: str | None = None
 
 
 def draw_dependence(exam: Examination, report: Report) -> dict[str, Panels]:

@@ -1,29 +1,93 @@
-"""Examine a model: make a subject of it, run the checks of the table, and keep the findings that are causes."""
+"""Examine a model: make a subject of it, run the checks, and keep the findings that are causes."""
 
 from __future__ import annotations
 
 import importlib
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from monoblock.doctor.checks import CHECKS
 from monoblock.doctor.dependence import draw_dependence
-from monoblock.doctor.examination import Examination
-from monoblock.doctor.options import split_options
-from monoblock.doctor.own_subject import OwnSubject
+from monoblock.doctor.examination import REQUIREMENTS, Check, Examination, Extras
+from monoblock.doctor.known_subjects import OwnSubject, TransformersSubject, is_transformers_model
 from monoblock.doctor.plain_subject import PlainOptions, PlainSubject
 from monoblock.doctor.report import CheckResult, Finding, NotChecked, Report
-from monoblock.doctor.requirements import REQUIREMENTS, SAID_BY_THE_MODEL
-from monoblock.doctor.subject import Subject
-from monoblock.doctor.table import CHECKS, Check
-from monoblock.doctor.transformers_subject import TransformersSubject, is_transformers_model
+from monoblock.doctor.subject import KINDS, Kind, Subject
 from monoblock.errors import InputError, did_you_mean
 from monoblock.model import Transformer
+
+
+class DiagnoseOptions(TypedDict, total=False):
+    """The keyword arguments of `mb.diagnose`, for type checkers and editors; `mb.diagnose` explains them."""
+
+    vocab: int | None
+    length: int | None
+    kind: Kind | None
+    pad_id: int | None
+    mask_argument: str | None
+    source: Tensor | None
+    source_mask_argument: str | None
+    cached: Callable[..., Any] | None
+    window: int | None
+    tied: bool | None
+    documents_argument: str | None
+    prefix_argument: str | None
+    tokenizer: Any
+    texts: Sequence[str]
+    batch: tuple[Tensor, Tensor] | None
+    loss: Callable[[Tensor, Tensor], Tensor] | None
+    step: Callable[[], Any] | None
+    generate: Callable[[Tensor], Any] | None
+    optimizer: torch.optim.Optimizer | None
+    objective: str | None
+    labels: Sequence[str]
+    generation: Mapping[str, Any] | None
+    checks: str | Sequence[str] | None
+
+
+ABOUT_MODEL = frozenset(field.name for field in fields(PlainOptions))
+EXTRAS = frozenset(field.name for field in fields(Extras))
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[PlainOptions, Extras]:
+    """Return the options that describe the model, and the others; raise InputError for impossible values."""
+    check_names(options)
+    about_model = PlainOptions(**{name: value for name, value in options.items() if name in ABOUT_MODEL})
+    extras = Extras(**{name: value for name, value in options.items() if name in EXTRAS})
+    _check_values(about_model.kind, about_model.length, about_model.window, extras.batch)
+    return about_model, extras
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raise InputError for a keyword argument that there is not."""
+    public = [*DiagnoseOptions.__annotations__]
+    unknown = next((name for name in options if name not in public and name not in EXTRAS), None)
+    if unknown is not None:
+        hint = did_you_mean(unknown, public) or f"; it takes {', '.join(public)}"
+        raise InputError(f"mb.diagnose has no argument {unknown!r:.60}{hint}")
+
+
+def _check_values(kind: str | None, length: int | None, window: int | None, batch: Any) -> None:
+    if kind is not None and kind not in KINDS:
+        raise InputError(f"kind={kind!r}: write one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
+    if length is not None and length < 3:
+        raise InputError(f"length={length} is too short to examine; give 8 tokens or more")
+    if window is not None and window < 1:
+        raise InputError(f"window={window}: a token sees at least itself; give 1 or more")
+    if batch is None:
+        return
+    is_pair = isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)
+    if not is_pair:
+        raise InputError("batch= takes two tensors, (ids, labels); for a language model ids[:, :-1] and ids[:, 1:]")
+    if batch[0].dim() < 2 or len(batch[0]) != len(batch[1]):
+        shapes = " and ".join(str(tuple(t.shape)) for t in batch)
+        raise InputError(f"batch= has shapes {shapes}; ids are (B, T), and labels have as many rows")
 
 
 def make_subject(model: Any, options: PlainOptions) -> Subject:
@@ -57,21 +121,21 @@ def diagnose_model(
     checks: as in `mb.diagnose`.
     cheap: run only the checks that take a few passes.
     max_seconds: begin no further check after this time.
-    options: the fields of `PlainOptions` and `Handed`.
+    options: the fields of `PlainOptions` and `Extras`.
     """
     started = time.perf_counter()
     names = _names_of_checks(checks)
-    about_model, handed = split_options(options)
+    about_model, extras = split_options(options)
     named_pad_id = about_model.pad_id
-    if named_pad_id is None and handed.tokenizer is not None:
-        about_model = replace(about_model, pad_id=getattr(handed.tokenizer, "pad_id", None))
+    if named_pad_id is None and extras.tokenizer is not None:
+        about_model = replace(about_model, pad_id=getattr(extras.tokenizer, "pad_id", None))
     with torch.compiler.set_stance("force_eager"):  # compiled code shows no modules, and each probe would compile anew
         subject = make_subject(model, about_model)
         subject.asked_length = about_model.length
         if named_pad_id is not None and not 0 <= named_pad_id < max(subject.vocab, 1):
             raise InputError(f"pad_id={named_pad_id} is no id of the model, which knows 0 to {subject.vocab - 1}")
-        chosen = [c for c in CHECKS if (names is None or c.name in names) and (c.cheap or not cheap)]
-        exam = Examination(subject, handed)
+        chosen = [c for c in CHECKS if (names is None or c.name in names) and not (cheap and c.is_slow)]
+        exam = Examination(subject, extras)
         if _is_compiled(model):
             exam.notes.append("the model is compiled; it was examined without torch.compile")
         return run_checks(exam, chosen, started, max_seconds)
@@ -112,11 +176,11 @@ def run_checks(
                 continue
             begin = time.perf_counter()
             try:
-                result = check.run(exam)
+                result = check(exam)
             except Exception as error:  # a model may refuse what a check tries; the other checks go on
                 message = " ".join(str(error).split())
                 how = "call the model in this way yourself to see why"
-                report.not_checked.append(NotChecked(check.name, f"the model failed: {message:.120}", how))
+                report.not_checked.append(NotChecked(f"the model failed: {message:.120}", how, check=check.name))
                 continue
             seconds = time.perf_counter() - begin
             if result is None:
@@ -152,16 +216,16 @@ def _why_skipped(check: Check, exam: Examination, deadline: float) -> NotChecked
     """Return why a check cannot run now; None if it can run."""
     missing = next((name for name in check.needs if not REQUIREMENTS[name].is_met(exam)), None)
     if missing is not None:
-        is_known = missing in SAID_BY_THE_MODEL and not isinstance(exam.subject, PlainSubject)
+        is_known = REQUIREMENTS[missing].is_declared and not isinstance(exam.subject, PlainSubject)
         is_known = is_known or (missing == "attention" and exam.subject.module is not None)
         return REQUIREMENTS[missing].describe(check.name, is_known=is_known)
     if time.perf_counter() > deadline:
-        return NotChecked(check.name, "time was up", "run monoblock doctor on the model")
+        return NotChecked("time was up", "run monoblock doctor on the model", check=check.name)
     module = exam.subject.module
     parameters = 0 if module is None else sum(p.numel() for p in module.parameters())
     if parameters > check.max_parameters:
         reason = f"the model has {parameters:,} parameters, for which it takes long"
-        return NotChecked(check.name, reason, f"pass checks=['{check.name}'] to a small copy")
+        return NotChecked(reason, f"pass checks=['{check.name}'] to a small copy", check=check.name)
     return None
 
 
@@ -176,12 +240,12 @@ def _check_runs(exam: Examination) -> None:
             f"the model cannot be called with an input of shape {shape}: {message:.160}; if it needs other inputs, "
             "give a function of ids: mb.diagnose(lambda ids: …, vocab=…)"
         ) from error
-    if exam.handed.loss is None or exam.handed.batch is None:
+    if exam.extras.loss is None or exam.extras.batch is None:
         return
-    ids, labels = exam.handed.batch
+    ids, labels = exam.extras.batch
     shape = (*ids.shape, *exam.output.shape[2:]) if exam.is_per_token else (len(ids), *exam.output.shape[1:])
     try:
-        _ = exam.handed.loss(torch.zeros(shape, device=exam.subject.device), labels.to(exam.subject.device))
+        _ = exam.extras.loss(torch.zeros(shape, device=exam.subject.device), labels.to(exam.subject.device))
     except Exception as error:
         message = " ".join(str(error).split())
         raise InputError(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from monoblock.doctor.output_layout import Layout, find_layout, to_rows
 from monoblock.doctor.recorder import Recorder
 from monoblock.doctor.subject import (
     LONG,
@@ -19,6 +19,7 @@ from monoblock.doctor.subject import (
     Subject,
     difference,
     find_attribute,
+    hooks,
     output_tensor,
     parameter_names,
     prime_length,
@@ -277,27 +278,19 @@ class PlainSubject(Subject):
             if isinstance(output, Tensor) and output.shape == logits.shape:
                 outputs.append(module)
 
-        logits = self.logits(ids)
+        logits, is_known = self.logits(ids), False
         handles = [module.register_forward_hook(hook) for module in self.module.modules()]
-        try:
+        with hooks(handles), suppress(Exception):  # the argument means something else
             is_known = _scalar(self.function(ids, **{self.loss_argument: ids})) is not None
-        except Exception:  # the argument means something else
-            is_known = False
-        finally:
-            for handle in handles:
-                handle.remove()
         if is_known and outputs:
             self.head, self.own_loss = outputs[-1], self._loss_of_forward
 
     def _loss_of_forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss that the forward pass computes where its head gives these logits."""
         assert self.loss_argument is not None
-        handle = self.head.register_forward_hook(lambda module, inputs, output: logits)
-        try:
+        with self.head.register_forward_hook(lambda module, inputs, output: logits):
             ids = torch.zeros(labels.shape, dtype=torch.long, device=self.device)
             loss = _scalar(self.function(ids, **{self.loss_argument: labels.contiguous()}))
-        finally:
-            handle.remove()
         assert loss is not None
         return loss
 
@@ -362,3 +355,25 @@ def _scalar(output: Any) -> Tensor | None:
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else (output,)
     found = [value for value in (*values, getattr(output, "loss", None)) if isinstance(value, Tensor)]
     return next((value for value in found if value.dim() == 0 and value.is_floating_point()), None)
+
+
+Layout = Literal["rows first", "time first", "classes second", "flat"]  # (B, T, V), (T, B, V), (B, V, T), (B·T, V)
+
+
+def find_layout(output: Tensor, length: int, vocab: int) -> Layout:
+    """Return the order of the axes of an output for two rows; the length is equal to no other size."""
+    shape = tuple(output.shape)
+    if len(shape) == 3 and shape[:2] == (length, 2):
+        return "time first"
+    if len(shape) == 3 and shape[0] == 2 and shape[2] == length and shape[1] >= vocab:
+        return "classes second"
+    return "flat" if len(shape) == 2 and shape[0] == 2 * length else "rows first"
+
+
+def to_rows(output: Tensor, layout: Layout, rows: int) -> Tensor:
+    """Bring an output into the order (B, T, *)."""
+    if layout == "flat":
+        return output.unflatten(0, (rows, -1)) if len(output) % rows == 0 else output
+    if layout == "rows first" or output.dim() != 3:
+        return output
+    return output.transpose(0, 1) if layout == "time first" else output.transpose(1, 2)

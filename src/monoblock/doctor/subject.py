@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from monoblock.doctor.records import TableLookup
+from monoblock.doctor.recorder import TableLookup
 from monoblock.errors import InputError
 
 KINDS = ("causal", "bidirectional", "encoder-decoder")
@@ -170,6 +171,17 @@ class Subject:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+@contextmanager
+def hooks(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks at the end of `with`."""
+    handles = list(handles)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def difference(a: Tensor, b: Tensor) -> float:

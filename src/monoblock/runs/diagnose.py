@@ -10,11 +10,10 @@ from typing import Any, Unpack
 import torch
 
 from monoblock.config.model import ModelConfig
-from monoblock.doctor.diagnose import diagnose_model
+from monoblock.doctor.checks import CHECKS
+from monoblock.doctor.diagnose import DiagnoseOptions, check_names, diagnose_model
 from monoblock.doctor.examination import TrainingHistory
-from monoblock.doctor.options import DiagnoseOptions, check_names
 from monoblock.doctor.report import Report
-from monoblock.doctor.table import CHECKS
 from monoblock.errors import FileError, InputError, MonoblockError
 from monoblock.interop.hub import resolve_model_path
 from monoblock.model import Transformer
@@ -42,7 +41,7 @@ def diagnose(model: Any, **options: Unpack[DiagnoseOptions]) -> Report:
         report = mb.diagnose("runs/demo-1")                         # a model folder or a run
         print(report); report.ok; report.findings
 
-    What the model cannot show itself is handed over; the report says what was not checked.
+    Pass what the model cannot show itself; the report says what was not checked.
 
     model: a model, a function that maps ids (B, T) to logits (B, T, V) or (B, classes), or a folder.
     vocab, length: the number of token ids, and of tokens that the model can read; for functions. Causality is also
@@ -207,7 +206,7 @@ def check_before_training(run: Run) -> Report | None:
         "objective": run.task.name,
         "history": _settings(run.recipe),
         "checks": [
-            check.name for check in CHECKS if check.cheap and check.name != "head"
+            check.name for check in CHECKS if not check.is_slow and check.name != "head"
         ],  # a fresh head will be trained
     }
     try:

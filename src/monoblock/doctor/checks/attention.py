@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from monoblock.doctor.checks.causality import find_leak
-from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.records import AttentionRecord
+from monoblock.doctor.examination import Examination, check, fail, finding, warn
+from monoblock.doctor.recorder import AttentionRecord
 from monoblock.doctor.report import Finding
 
 AXIS_FIX = "take the softmax over the keys: weights = scores.softmax(dim=-1)"
 HALF = (torch.float16, torch.bfloat16)
 
 
+@check("scores are divided by sqrt(head size), or as configured", "attention", explains="collapse")
 def check_scale(exam: Examination) -> Finding | None:
     """Compare the factor between q·k and the scores with the configuration, or with 1 / sqrt(head size)."""
     declared = exam.subject.declared.scales
@@ -37,7 +38,6 @@ def check_scale(exam: Examination) -> Finding | None:
         if divisor is not None:
             what = f"are divided by {divisor}"
         return finding(
-            "scale",
             "fail" if ratio > 1 else "warn",
             {"factor": record.scale, "expected": expected, "head_size": record.size, "layer": layer},
             f"the scores {what}: "
@@ -82,6 +82,12 @@ def _widths(exam: Examination, record: AttentionRecord) -> set[int]:
     return {width for width in widths if width > record.size}
 
 
+@check(
+    "weights that reach the values sum to 1",
+    "tokens",
+    "attention",
+    explains="causality padding cache cross_padding window batch packing",
+)
 def check_mask_after_softmax(exam: Examination) -> Finding | None:
     """Add up the weights that the values are multiplied by.
 
@@ -95,9 +101,7 @@ def check_mask_after_softmax(exam: Examination) -> Finding | None:
         if bool(((sums - 1).abs() <= 1e-2).all()):
             continue
         if torch.equal(used, record.weights.mT):
-            return finding(
-                "mask_after_softmax",
-                "fail",
+            return fail(
                 {"smallest_row_sum": float(sums.nan_to_num().min()), "expected": 1.0, "layer": layer},
                 "the weights are transposed before they meet the values: query i takes from key j what query j should "
                 "take from key i, so weights do not sum to 1, and a mask of the future shows only the future",
@@ -110,9 +114,7 @@ def check_mask_after_softmax(exam: Examination) -> Finding | None:
         dropped = (record.weights > 0) & (used == 0)
         if not bool(dropped.any()) and bool(sums.isfinite().all()):
             continue
-        return finding(
-            "mask_after_softmax",
-            "fail",
+        return fail(
             {"smallest_row_sum": float(sums.nan_to_num().min()), "expected": 1.0, "layer": layer},
             "the mask is applied after the softmax: masked keys still count in the denominator, so weights do not sum "
             "to 1 and the future leaks in through it",
@@ -140,7 +142,7 @@ def _axis_finding(exam: Examination, axis: int, sums: Tensor, layer: int) -> Fin
         evidence["change_by_later_tokens"] = leak
         how = "later queries share it too" if axis == -2 else "a masked key gets as much weight as all others there"
         reason += f". The future leaks in, even if the mask of the scores is right: {how}"
-    return finding("mask_after_softmax", "fail", evidence, reason, AXIS_FIX, f"the softmax is taken over the {others}")
+    return fail(evidence, reason, AXIS_FIX, f"the softmax is taken over the {others}")
 
 
 def softmax_over(record: AttentionRecord) -> str:
@@ -149,6 +151,9 @@ def softmax_over(record: AttentionRecord) -> str:
     return names[min(-record.softmax_axis, len(names)) - 1]
 
 
+@check(
+    "the softmax is computed in 32 bits", "attention", explains="cache padding causality packing batch cross_padding"
+)
 def check_softmax_precision(exam: Examination) -> Finding | None:
     """Look at the dtype of the scores that the softmax is given."""
     for layer, record in enumerate(exam.recorded.attentions):
@@ -157,7 +162,6 @@ def check_softmax_precision(exam: Examination) -> Finding | None:
         largest = float(record.scores[record.weights > 0].abs().max()) if bool((record.weights > 0).any()) else 0.0
         fp16 = record.dtype == torch.float16
         return finding(
-            "softmax_precision",
             "fail" if fp16 else "warn",
             {"dtype": str(record.dtype).removeprefix("torch."), "largest_score": largest, "layer": layer},
             "the softmax of attention is computed in 16 bits: "
@@ -168,6 +172,7 @@ def check_softmax_precision(exam: Examination) -> Finding | None:
     return None
 
 
+@check("every head computes something of its own", "attention", group="training")
 def check_heads(exam: Examination) -> Finding | None:
     """Look for heads that compute the same as another, and for heads that compute nothing."""
     for layer, record in enumerate(exam.recorded.attentions):
@@ -206,9 +211,7 @@ def _heads_finding(what: str, heads: list[int], layer: int, count: int) -> Findi
         "dead": f"heads {heads} of layer {layer} add nothing: their output is zero",
         "duplicate": f"heads {heads} of layer {layer} have equal queries, keys and values, so one of them is wasted",
     }[what]
-    return finding(
-        "heads",
-        "warn",
+    return warn(
         {f"{what}_heads": len(heads) if what == "dead" else 2, "heads": count, "layer": layer},
         reason,
         "initialize each head with its own random numbers, and check that slices of the projections do not overlap; "
@@ -216,6 +219,7 @@ def _heads_finding(what: str, heads: list[int], layer: int, count: int) -> Findi
     )
 
 
+@check("attention does not collapse to single keys", "attention", group="training")
 def check_collapse(exam: Examination) -> Finding | None:
     """Look for layers in which every query of every head attends to a single key."""
     for layer, record in enumerate(exam.recorded.attentions):
@@ -227,9 +231,7 @@ def check_collapse(exam: Examination) -> Finding | None:
         entropy = -(rows * rows.clamp(min=1e-30).log()).sum(-1)
         share = float(entropy.mean()) / math.log(int(visible.max()))
         if share < 0.01:  # uniform attention has 1; trained heads on random text have between 0.1 and 0.9
-            return finding(
-                "collapse",
-                "warn",
+            return warn(
                 {
                     "entropy_share": share,
                     "largest_score": float(record.scores[record.weights > 0].max()),

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoblock.doctor.examination import Examination, finding, pad
-from monoblock.doctor.recorder import Recorder
-from monoblock.doctor.records import AttentionRecord
+from monoblock.doctor.examination import Examination, check, fail, pad
+from monoblock.doctor.recorder import AttentionRecord, Recorder
 from monoblock.doctor.report import Finding
 from monoblock.doctor.subject import difference
 
 LEFT = 3  # tokens of padding before the shorter rows
 
 
+@check("steps with the cache give what the full pass gives", "tokens", "causal", "per_token", "cache", is_slow=True)
 def check_cache(exam: Examination) -> Finding | None:
     """Read a text token by token, in chunks and after padding: the outputs must be those of the full pass."""
     subject, ids = exam.subject, exam.ids
@@ -29,7 +29,7 @@ def check_cache(exam: Examination) -> Finding | None:
     if not any(results.values()):
         return None
     reason, fix = _cause(exam, results)
-    return finding("cache", "fail", {f"difference_{name}": value for name, value in results.items()}, reason, fix)
+    return fail({f"difference_{name}": value for name, value in results.items()}, reason, fix)
 
 
 def _run_cached(exam: Examination, ids: Tensor, size: int, mask: Tensor | None = None) -> Tensor:

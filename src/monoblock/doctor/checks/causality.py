@@ -1,13 +1,21 @@
-"""The check of causality: nothing up to a place may depend on later tokens; the recorded weights tell the cause."""
+"""Checks of what a token may see: nothing later, nothing beyond a window or a prefix, no other row or document."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.records import AttentionRecord
-from monoblock.doctor.report import Finding
+from monoblock.doctor.examination import Examination, check, fail, warn
+from monoblock.doctor.recorder import AttentionRecord
+from monoblock.doctor.report import Finding, NotChecked, Outcome
+from monoblock.doctor.subject import difference, hooks
+
+Run = Callable[[Tensor], Tensor]
+
 
 SEEN = 1e-7  # weights on later keys below this are rounding: exp(-16)
 CONSEQUENCE = "In training the model can copy the answer; in generation there is nothing to copy"
@@ -23,6 +31,96 @@ FUSED_FIX = (
 )
 
 
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@check("a row does not depend on its neighbours", explains="causality padding packing cache cross_padding positions")
+def check_batch(exam: Examination) -> Finding | None:
+    """Run the first and the last row alone and with other neighbours: they must not change."""
+    ids, source = exam.ids, exam.subject.source
+
+    def run(rows: Tensor) -> Tensor:
+        return exam.run(rows) if source is None else exam.run(rows, source=source[:1].expand(len(rows), -1))
+
+    output, neighbours, alone = run(ids), 0.0, 0.0
+    for row in (0, len(ids) - 1):
+        others = exam.subject.other_tokens(ids) if exam.subject.reads_tokens else -ids
+        others[row] = ids[row]
+        expected = output[row : row + 1]
+        neighbours = max(neighbours, exam.is_off(run(others)[row : row + 1], expected))
+        alone = max(alone, exam.is_off(run(ids[row : row + 1]), expected))
+    if not neighbours and not alone:
+        modules = exam.named_modules if exam.subject.reads_tokens else []
+        norms = [part for _, part in modules if getattr(part, "running_mean", None) is not None]
+        if not norms:
+            return None
+        return warn(
+            {"batch_norms": len(norms)},
+            "a batch norm averages over rows and positions while it trains, also over padding and later tokens, and "
+            "uses other numbers in evaluation",
+            "write self.norm = nn.LayerNorm(width), which normalizes each token by itself: x = self.norm(x)",
+        )
+    return _batch_finding(
+        exam, run, output, {"difference_with_other_neighbours": neighbours, "difference_alone": alone}
+    )
+
+
+def _batch_finding(exam: Examination, run: Run, output: Tensor, evidence: dict[str, float]) -> Finding:
+    """Name the cause: something kept between calls, a layer that expects the time first, the place in the batch."""
+    ids = exam.ids
+    run(exam.subject.other_tokens(ids) if exam.subject.reads_tokens else -ids)
+    if again := exam.is_off(run(ids), output):
+        return fail(
+            {**evidence, "difference_after_other_calls": again},
+            "the same ids give another output after other calls: the model keeps something from one call to the next, "
+            "such as a state or a cache in self",
+            "begin every call anew; take the state as an argument and return it: logits, state = model(ids, state)",
+        )
+    if name := _layer_with_time_first(exam):
+        return fail(
+            evidence,
+            f"the output of a row depends on the other rows of its batch: {name} takes the batch for the sequence, "
+            "because it expects (T, B, width)",
+            f"build it with batch_first=True, or transpose before and after {name}",
+        )
+    if not evidence["difference_with_other_neighbours"]:
+        return fail(
+            evidence,
+            "the output of a row depends on its place in the batch or on the number of rows, though not on what the "
+            "other rows are: position vectors are added along the batch axis, or something is divided by the rows",
+            "give the table of positions the shape (1, T, width) where the input is (B, T, width), and (T, 1, width) "
+            "where it is (T, B, width)",
+        )
+    return fail(
+        evidence,
+        "the output of a row depends on the other rows of its batch: a norm takes statistics over the batch, a "
+        "reshape mixes rows, attention takes the batch for the sequence, or experts with a capacity drop tokens",
+        "normalize over the features only: x.mean(-1, keepdim=True), nn.LayerNorm(width); transpose before view, and "
+        "keep the batch axis first (layers of PyTorch with attention need batch_first=True)",
+    )
+
+
+def _layer_with_time_first(exam: Examination) -> str | None:
+    """Return the first layer of PyTorch that is given the batch where it expects the sequence."""
+    found, shape = list[str](), exam.ids.shape[:2]
+
+    def watch(name: str) -> Any:
+        def hook(part: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if inputs and isinstance(inputs[0], Tensor) and inputs[0].shape[:2] == shape:
+                found.append(name)
+
+        return hook
+
+    layers = [(name, part) for name, part in exam.named_modules if getattr(part, "batch_first", None) is False]
+    with hooks([layer.register_forward_pre_hook(watch(name)) for name, layer in layers]):
+        exam.run(exam.ids)
+    return found[0] if found else None
+
+
+# -- later tokens ------------------------------------------------------------------------------------------------------
+
+
+@check("no output depends on later tokens", "tokens", "causal", explains="cache padding packing window prefix")
 def check_causality(exam: Examination) -> Finding | None:
     """Change the tokens after a place, in short texts and in a long one: nothing up to that place may change."""
     ids = exam.ids
@@ -33,9 +131,7 @@ def check_causality(exam: Examination) -> Finding | None:
         leaking, cause, fix = [record for record in records if bool(_later(record).any())], "", MASK_FIX
         if leaking:
             cause, fix = _mask_cause(leaking[0], "", mask_fix(exam, records))
-        return finding(
-            "causality",
-            "fail",
+        return fail(
             {"gradient_from_the_future": leak},
             "the output at a token has a gradient with respect to later tokens, so training uses the future"
             + (f": {cause}" if cause else ""),
@@ -55,9 +151,7 @@ def check_causality(exam: Examination) -> Finding | None:
         cause += f"; texts of {exam.ids.shape[1]} tokens are right, texts of {T} are not"
     presumed = getattr(exam.subject, "kind_is_presumed", False)
     unless = ". If the model is meant to read in both directions, pass kind='bidirectional'" if presumed else ""
-    return finding(
-        "causality",
-        "fail",
+    return fail(
         {"max_difference": worst, "at_position": place, "tokens_ahead": reach, "length": T},
         f"a token sees {ahead} (counted over all layers): {cause}. {CONSEQUENCE}{unless}",
         fix,
@@ -74,9 +168,7 @@ def _check_length(exam: Examination) -> Finding | None:
     distance = exam.is_off(short, exam.states(exam.ids)[:, :cut])
     if not distance:
         return None
-    return finding(
-        "causality",
-        "fail",
+    return fail(
         {"max_difference": distance, "length": T, "shorter_length": cut},
         "the output at a token depends on how many tokens follow it, though not on which: positions are counted from "
         "the end, something is divided by the length of the text, or heads are split without a transpose, by "
@@ -151,17 +243,14 @@ def _cause(exam: Examination, ids: Tensor, reaches: list[int]) -> tuple[str, str
 
 def mask_fix(exam: Examination, records: list[AttentionRecord]) -> str:
     """Return the line that applies a causal mask, in the words of the model."""
-    modules = [] if exam.subject.module is None else exam.subject.module.modules()
-    if any(isinstance(module, nn.MultiheadAttention) for module in modules):
+    if any(isinstance(part, nn.MultiheadAttention) for _, part in exam.named_modules):
         return MODULE_FIX
     return FUSED_FIX if any(record.is_fused for record in records) else MASK_FIX
 
 
 def _cause_without_attention(exam: Examination, *, is_all: bool) -> tuple[str, str]:
     """Name the layer of PyTorch that reads later tokens; is_all: all of them."""
-    module = exam.subject.module
-    parts = [] if module is None else list(module.named_modules())
-    for name, part in parts:
+    for name, part in exam.named_modules:
         if isinstance(part, nn.RNNBase) and part.bidirectional and is_all:
             return (
                 f"{name} is bidirectional: it reads the text from its end, too",
@@ -284,8 +373,7 @@ def _heads_not_transposed(exam: Examination) -> tuple[str, str] | None:
 
 def _gradient_leak(exam: Examination) -> float:
     """Return the size of the gradient from a later token, relative to that from the token itself."""
-    module = exam.subject.module
-    tables = [] if module is None else [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    tables = [part for _, part in exam.named_modules if isinstance(part, nn.Embedding)]
     captured: list[Tensor] = []
 
     def hook(table: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
@@ -294,24 +382,93 @@ def _gradient_leak(exam: Examination) -> float:
             return captured[-1]
         return None
 
+    gradients: tuple[Tensor | None, ...] = ()
+    place = exam.ids.shape[1] // 2
     handles = [table.register_forward_hook(hook) for table in tables]
-    try:
-        with exam.subject.evaluating(), torch.enable_grad():
-            output = exam.subject.logits(exam.ids[:1])
-            if not captured or not output.requires_grad or not exam.is_per_token:
-                return 0.0
-            place = exam.ids.shape[1] // 2
-            weights = torch.linspace(-1, 1, output.shape[-1], device=output.device, dtype=output.dtype)
-            total = (output[:, place] * weights).sum()
-            gradients = torch.autograd.grad(total, captured, allow_unused=True)
-    except (RuntimeError, NotImplementedError):  # no gradient: the output may be computed without one
-        return 0.0
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooks(handles), exam.subject.evaluating(), torch.enable_grad(), suppress(RuntimeError, NotImplementedError):
+        output = exam.subject.logits(exam.ids[:1])
+        if not captured or not output.requires_grad or not exam.is_per_token:
+            return 0.0
+        weights = torch.linspace(-1, 1, output.shape[-1], device=output.device, dtype=output.dtype)
+        gradients = torch.autograd.grad((output[:, place] * weights).sum(), captured, allow_unused=True)
     leak = 0.0
-    for gradient in gradients:
+    for gradient in gradients:  # none if the output is computed without one
         if gradient is not None and bool(gradient.isfinite().all()):
             own = float(gradient[:, : place + 1].abs().max())
             leak = max(leak, float(gradient[:, place + 1 :].abs().max()) / max(own, 1e-30))
     return leak if leak > exam.subject.tolerance else 0.0
+
+
+# -- windows, prefixes and documents -----------------------------------------------------------------------------------
+
+
+@check("each layer sees as many keys as its window says", "tokens", "window", explains="cache")
+def check_window(exam: Examination) -> Outcome:
+    """Count the keys that each layer lets a query see, and compare with the declared window."""
+    declared, is_causal = exam.subject.declared, exam.subject.kind != "bidirectional"
+    records, T = exam.self_attentions, exam.ids.shape[1]
+    windows = declared.windows if declared.windows is not None else (declared.window,) * len(records)
+    if not records or exam.subject.kind == "encoder-decoder" or len(records) != len(windows):
+        return NotChecked(f"{len(records)} attentions were seen where {len(windows)} are declared")
+    for layer, (record, window) in enumerate(zip(records, windows, strict=True)):
+        expected = T if window is None else min(T, window if is_causal else 2 * window - 1)
+        seen = int(record.visible.sum(-1).max())
+        if seen != expected:
+            return _window_finding(window or T, seen if is_causal else (seen + 1) // 2, f"layer {layer}")
+    return None
+
+
+def _window_finding(window: int, seen: int, where: str) -> Finding:
+    return fail(
+        {"window": window, "keys_seen": seen, "where": where},
+        f"the window is {window}, but a query sees {seen} keys (itself included)"
+        + ("; off by one" if abs(seen - window) == 1 else ""),
+        f"allow the keys with 0 <= i - j < {window}: with {window} in place of {window + 1} or {window - 1} at the "
+        "edge",
+    )
+
+
+@check("no output depends on tokens after it and after the prefix", "tokens", "per_token", "prefix")
+def check_prefix(exam: Examination) -> Finding | None:
+    """Change a token after the prefix: nothing before it may change."""
+    ids, T = exam.ids, exam.ids.shape[1]
+    prefix = torch.zeros_like(ids, dtype=torch.bool)
+    prefix[:, : T // 3] = True
+    cut = T // 2
+    changed = ids.clone()
+    changed[:, cut + 1 :] = exam.subject.other_tokens(ids)[:, cut + 1 :]
+    new, old = exam.run(changed, prefix=prefix), exam.run(ids, prefix=prefix)
+    worst = exam.is_off(new[:, : cut + 1], old[:, : cut + 1])
+    if not worst:
+        return None
+    return fail(
+        {"max_difference": worst, "prefix_length": T // 3, "at_position": cut},
+        "tokens see beyond the prefix: a token after the prefix changes outputs before it",
+        "let tokens see all of the prefix, and of the rest only what comes before them: (j < prefix) | (j <= i)",
+    )
+
+
+@check("packed documents do not see each other", "tokens", "per_token", "documents")
+def check_packing(exam: Examination) -> Finding | None:
+    """Pack two documents in a row: each must give what it gives alone."""
+    ids, T = exam.ids, exam.ids.shape[1]
+    cut = T // 2
+    documents = torch.zeros_like(ids)
+    documents[:, cut:] = 1
+    packed = exam.run(ids, documents=documents)
+    first = exam.is_off(packed[:, :cut], exam.run(ids[:, :cut]))
+    second = exam.is_off(packed[:, cut:], exam.run(ids[:, cut:]))
+    if not first and not second:
+        return None
+    changed = ids.clone()
+    changed[:, :cut] = exam.subject.other_tokens(ids)[:, :cut]
+    leak = difference(exam.run(changed, documents=documents)[:, cut:], packed[:, cut:])
+    leaks = leak > exam.subject.tolerance or first
+    return fail(
+        {"first_document": first, "second_document": second, "leak_between_documents": leak},
+        "a packed document sees its neighbour"
+        if leaks
+        else "a packed document sees no other, but its positions do not start again at 0",
+        "mask pairs of different documents: document[i] == document[j]; count positions from the start of each "
+        "document",
+    )

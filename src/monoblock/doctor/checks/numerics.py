@@ -1,91 +1,90 @@
-"""Checks of numbers: overflow, the layer where the first NaN appears, growth of the residual stream."""
+"""Checks of numbers: overflow, growth of the residual stream, gradients."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from monoblock.doctor.checks.attention import AXIS_FIX, softmax_over
 from monoblock.doctor.checks.causality import mask_fix
-from monoblock.doctor.checks.wiring import check_norms
-from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.records import AttentionRecord
+from monoblock.doctor.checks.modules import (
+    find_lost_residuals,
+    find_missing_nonlinearity,
+    find_missing_norms,
+    find_uncalled,
+    find_uninitialized,
+    find_unregistered,
+)
+from monoblock.doctor.examination import MEASURED, Examination, check, fail, warn
+from monoblock.doctor.recorder import AttentionRecord
 from monoblock.doctor.report import Finding
+from monoblock.doctor.subject import hooks
 
 FP16_MAX = 65_504.0
 
 
-class _Watch:
-    """Hooks that remember the largest output of each module, and the first module that makes a number infinite."""
+def _run_watched(exam: Examination, module: nn.Module) -> tuple[dict[str, float], str | None]:
+    """Return the largest output of each module, and the first module that makes a number infinite."""
+    largest: dict[str, float] = {}
+    bad: list[str] = []
 
-    def __init__(self, module: nn.Module) -> None:
-        self.largest: dict[str, float] = {}
-        self.first_bad: str | None = None
-        self.handles = [
-            part.register_forward_hook(self._hook(name))
-            for name, part in module.named_modules()
-            if name and not list(part.children())
-        ]
-
-    def _hook(self, name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, Tensor)]
-            for tensor in tensors:
-                if tensor.is_nested or not tensor.is_floating_point() or not tensor.numel():
-                    continue
-                if not bool(tensor.isfinite().all()):
-                    is_given = any(_is_bad(value) for value in inputs)
-                    self.first_bad = self.first_bad or (f"the operations before {name}" if is_given else name)
-                else:
-                    self.largest[name] = max(self.largest.get(name, 0.0), float(tensor.abs().max()))
+    def watch(name: str) -> Any:
+        def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            for tensor in output if isinstance(output, tuple) else (output,):
+                if _is_bad(tensor):
+                    bad.append(f"the operations before {name}" if any(map(_is_bad, inputs)) else name)
+                elif _is_number(tensor) and tensor.numel():
+                    largest[name] = max(largest.get(name, 0.0), float(tensor.abs().max()))
 
         return hook
 
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+    leaves = [(name, part) for name, part in module.named_modules() if name and not list(part.children())]
+    with hooks([part.register_forward_hook(watch(name)) for name, part in leaves]):
+        exam.run(exam.ids[:1])
+    return largest, bad[0] if bad else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_nested and value.is_floating_point()
 
 
 def _is_bad(value: Any) -> bool:
     """Return whether a value is a tensor with numbers that are not finite."""
-    is_number = isinstance(value, Tensor) and not value.is_nested and value.is_floating_point()
-    return is_number and not bool(value.isfinite().all())
+    return _is_number(value) and not bool(value.isfinite().all())
 
 
+@check(
+    "outputs and activations are finite and fit into fp16",
+    explains=f"{MEASURED} dropout residual_growth gradient_flow learning_rate heads",
+)
 def check_overflow(exam: Examination) -> Finding | None:
     """Look for outputs that are not finite, and for activations too large for fp16."""
     module = exam.subject.module
-    is_finite = bool(exam.output.isfinite().all())
-    if module is None:
-        if is_finite:
-            return None
-        return _overflow_finding({"finite": 0}, "the output is not finite (NaN or inf)")
-    watch = _Watch(module)
-    try:
-        exam.run(exam.ids[:1])
-    finally:
-        watch.remove()
-    if not is_finite or watch.first_bad is not None:
-        name = watch.first_bad or "the operations between modules"
-        reason = f"NaN or inf first appears in {name}"
-        if (layer := _layer_without_keys(exam)) is None:
-            return _overflow_finding({"first_bad_module": name}, reason)
-        because, fix, title = _why_without_keys(exam, exam.recorded.attentions[layer])
-        reason += f", because {because} in attention layer {layer}"
-        return finding("overflow", "fail", {"first_bad_module": name, "attention_layer": layer}, reason, fix, title)
-    if not watch.largest:
-        return None
-    name = max(watch.largest, key=lambda key: watch.largest[key])
-    if watch.largest[name] > FP16_MAX:
-        return finding(
-            "overflow",
-            "warn",
-            {"largest_activation": watch.largest[name], "fp16_maximum": FP16_MAX, "module": name},
-            f"activations of {name} are too large for fp16 and overflow there",
-            "run the model in bf16 or fp32, or scale the weights down",
+    largest, bad = ({}, None) if module is None else _run_watched(exam, module)
+    if bad is None and not bool(exam.output.isfinite().all()):
+        bad = "the output" if module is None else "the operations between modules"
+    if bad is not None:
+        reason = f"NaN or inf first appears in {bad}"
+        if (layer := _layer_without_keys(exam)) is not None:
+            because, fix, title = _why_without_keys(exam, exam.recorded.attentions[layer])
+            reason += f", because {because} in attention layer {layer}"
+            return fail({"first_bad_module": bad, "attention_layer": layer}, reason, fix, title)
+        return fail(
+            {"first_bad_module": bad},
+            reason,
+            "compute softmax, norms and loss in fp32, mask with -inf only where a row keeps a key, add eps under "
+            "square roots and in divisions, and look for weights that are not finite",
         )
-    return None
+    name = max(largest, key=lambda key: largest[key], default="")
+    if not largest or largest[name] <= FP16_MAX:
+        return None
+    return warn(
+        {"largest_activation": largest[name], "fp16_maximum": FP16_MAX, "module": name},
+        f"activations of {name} are too large for fp16 and overflow there",
+        "run the model in bf16 or fp32, or scale the weights down",
+    )
 
 
 def _layer_without_keys(exam: Examination) -> int | None:
@@ -120,34 +119,21 @@ def _why_without_keys(exam: Examination, record: AttentionRecord) -> tuple[str, 
     )
 
 
-def _overflow_finding(evidence: dict[str, float | int | str], reason: str) -> Finding:
-    return finding(
-        "overflow",
-        "fail",
-        evidence,
-        reason,
-        "compute softmax, norms and loss in fp32, mask with -inf only where a row keeps a key, add eps under square "
-        "roots and in divisions, and look for weights that are not finite",
-    )
-
-
+@check("the residual stream does not explode", "module", group="training")
 def check_residual_growth(exam: Examination) -> Finding | None:
     """Compare the norm of the hidden states after the last block with that after the first."""
-    if found := check_norms(exam):
+    if found := find_missing_norms(exam):
         return found
-    norms = block_norms(exam)
+    norms = _block_norms(exam)
     if len(norms) < 2:
         return None
     exam.pictures["norm of the residual stream by layer"] = norms
     first, last = norms[0], norms[-1]
     growth = (last / max(first, 1e-12)) ** (1 / (len(norms) - 1))
-    if (
-        not growth > 4 or last / max(first, 1e-12) < 50
-    ):  # pre-norm streams grow like sqrt(depth), trained ones up to 2 a layer
+    # Pre-norm streams grow like sqrt(depth), trained ones up to 2 times a layer.
+    if not growth > 4 or last / max(first, 1e-12) < 50:
         return None
-    return finding(
-        "residual_growth",
-        "warn",
+    return warn(
         {"norm_after_the_first_layer": first, "norm_after_the_last_layer": last, "factor_per_layer": growth},
         f"the residual stream grows {growth:.1f} times per layer, so later layers are drowned by their own scale",
         "normalize before each sublayer (pre-norm) and once at the end; initialize output projections with "
@@ -155,10 +141,8 @@ def check_residual_growth(exam: Examination) -> Finding | None:
     )
 
 
-def block_norms(exam: Examination) -> list[float]:
-    """Return the mean norm of the hidden states after each block; blocks are the longest list of equal modules."""
-    module = exam.subject.module
-    blocks = [] if module is None else find_blocks(module)
+def _block_norms(exam: Examination) -> list[float]:
+    """Return the mean norm of the hidden states after each block."""
     norms: list[float] = []
 
     def hook(block: nn.Module, inputs: Any, output: Any) -> None:
@@ -166,12 +150,8 @@ def block_norms(exam: Examination) -> list[float]:
         if isinstance(hidden, Tensor) and hidden.dim() == 3:
             norms.append(float(hidden.float().norm(dim=-1).mean()))
 
-    handles = [block.register_forward_hook(hook) for block in blocks]
-    try:
+    with hooks([block.register_forward_hook(hook) for block in find_blocks(exam.module)]):
         exam.run(exam.ids[:1])
-    finally:
-        for handle in handles:
-            handle.remove()
     return norms
 
 
@@ -179,11 +159,127 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model: the children of one module that have its most common class, at least two."""
     best: list[nn.Module] = []
     for parent in module.modules():
-        children = list(parent.children())
-        kinds = {type(child) for child in children}
-        for kind in kinds:
-            same = [child for child in children if type(child) is kind and list(child.children())]
-            weights = sum(p.numel() for child in same for p in child.parameters())
-            if len(same) > 1 and weights > sum(p.numel() for child in best for p in child.parameters()):
+        children = [child for child in parent.children() if list(child.children())]
+        for kind in {type(child) for child in children}:
+            same = [child for child in children if type(child) is kind]
+            if len(same) > 1 and _size(same) > _size(best):
                 best = same
     return best
+
+
+def _size(modules: list[nn.Module]) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
+@check(
+    "gradients reach every block", "module", explains="overfit optimizer learning_rate", group="training", is_slow=True
+)
+def check_gradient_flow(exam: Examination) -> Finding | None:
+    """Compare the size of the gradients of the blocks, and look for weights that get none."""
+    module = exam.module
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad and p.is_floating_point()}
+    if not parameters:
+        return fail(
+            {"trainable_weights": 0},
+            "no weight of the model takes part in training: requires_grad is False everywhere",
+            "call model.requires_grad_(True), or leave the layers to train unfrozen",
+        )
+    if found := find_unregistered(exam):
+        return found
+    blocks, used = find_blocks(module), set[nn.Module]()
+    gradients = _gradients(exam, list(parameters.values()), used)
+    if gradients is None:
+        return fail(
+            {"weights_with_a_gradient": 0},
+            "the output has no gradient: the forward pass runs under no_grad, or its result is detached",
+            "remove torch.no_grad() and .detach() from the forward pass",
+        )
+    sizes = {
+        name: 0.0 if g is None else float(g.norm()) / max(float(p.detach().norm()), 1e-3)
+        for (name, p), g in zip(parameters.items(), gradients, strict=True)
+    }
+    by_block = [_block_size(block, module, sizes) for block in blocks]
+    if by_block:
+        exam.pictures["gradient norm by layer"] = by_block
+    without = [index for index, size in enumerate(by_block) if size == 0.0]
+    if found := find_uninitialized(exam) or find_uncalled(blocks, without, used):
+        return found
+    if without and not any(_is_output_used(exam, blocks[index]) for index in without):
+        return fail(
+            {"blocks_whose_output_is_not_used": len(without), "blocks": len(by_block)},
+            f"the output of the blocks {without[:8]} is not used: what follows reads another tensor, so their weights "
+            "do nothing and get no gradient",
+            "give each block the output of the one before: for block in self.blocks: x = block(x); then "
+            "logits = self.head(self.norm(x))",
+            "blocks whose output is not used",
+            explains=("positions",),
+        )
+    if without or max(sizes.values()) == 0:
+        return fail(
+            {"blocks_without_gradient": len(without), "blocks": len(by_block)},
+            f"no gradient reaches the blocks {without[:8]}: something above them is detached",
+            "remove .detach(), .data and torch.no_grad() from the forward pass",
+        )
+    reached = {id(p) for p, g in zip(parameters.values(), gradients, strict=True) if g is not None}
+    cut_off = [name for name in parameters if _is_cut_off(module, blocks, used, reached, name)]
+    if cut_off:
+        return fail(
+            {"weights_without_gradient": len(cut_off), "first": cut_off[0]},
+            f"no gradient reaches {cut_off[0]}{f' and {len(cut_off) - 1} more weights' if cut_off[1:] else ''}, "
+            "although the model computes with them: the result is detached or not used, and they are never trained",
+            "remove .detach(), .data and torch.no_grad() after these weights; freeze weights on purpose with "
+            "requires_grad_(False)",
+        )
+    if found := find_lost_residuals(exam):
+        return found
+    if len(by_block) > 1 and max(by_block) / max(min(by_block), 1e-30) > 1e3 and by_block[0] < by_block[-1]:
+        ratio = by_block[0] / by_block[-1]
+        return warn(
+            {"first_block": by_block[0], "last_block": by_block[-1], "ratio": ratio},
+            f"gradients vanish on their way down: the first block gets {ratio:.1g} of what the last one gets",
+            "pass the stream on as it is, x = x + sublayer(norm(x)), and normalize before each sublayer",
+        )
+    return find_missing_nonlinearity(exam)
+
+
+def _gradients(exam: Examination, parameters: list[nn.Parameter], used: set[nn.Module]) -> Any:
+    """Return the gradients of a number that depends on the whole output; add the modules that are called to `used`."""
+
+    handles = [m.register_forward_pre_hook(lambda module, inputs: used.add(module)) for m in exam.module.modules()]
+    with hooks(handles), exam.subject.evaluating(), torch.enable_grad():
+        output = exam.subject.logits(exam.ids[:2])
+        if not output.requires_grad:
+            return None
+        generator = torch.Generator().manual_seed(2)
+        weights = torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
+        return torch.autograd.grad((output * weights).mean(), parameters, allow_unused=True)
+
+
+def _is_output_used(exam: Examination, block: nn.Module) -> bool:
+    """Return whether the output of the model changes with that of a block."""
+
+    def change(_: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(change(block, inputs, part) for part in output)
+        return 2 * output + 1 if isinstance(output, Tensor) and output.is_floating_point() else output
+
+    before = exam.run(exam.ids[:2])
+    with block.register_forward_hook(change):
+        return not torch.equal(exam.run(exam.ids[:2]), before)
+
+
+def _is_cut_off(module: nn.Module, blocks: list[nn.Module], used: set[nn.Module], reached: set[int], name: str) -> bool:
+    """Return whether a weight is of a table or of a part of a block that is called, but gets no gradient.
+
+    Other modules may be called for an output that the logits do not depend on, such as the pooler of an encoder, and
+    a module may use some of its weights only with certain inputs.
+    """
+    owner = module.get_submodule(name.rpartition(".")[0])
+    in_block = any(owner is part for block in blocks for part in block.modules())
+    has_gradient = any(id(p) in reached for p in owner.parameters(recurse=False))
+    return owner in used and not has_gradient and (in_block or isinstance(owner, nn.Embedding))
+
+
+def _block_size(block: nn.Module, module: nn.Module, sizes: dict[str, float]) -> float:
+    own = {id(p) for p in block.parameters()}
+    return max((sizes[name] for name, p in module.named_parameters() if id(p) in own and name in sizes), default=1.0)

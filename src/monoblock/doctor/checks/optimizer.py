@@ -1,9 +1,10 @@
-"""Checks of an optimizer and of a training step, or of the losses of a run."""
+"""Checks of an optimizer and of a training step, and of the settings and metrics of a run."""
 
 from __future__ import annotations
 
 import copy
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.loss import default_loss, handed_batch, loss_function, restoring
+from monoblock.doctor.checks.loss import default_loss, loss_function, restoring
+from monoblock.doctor.examination import STEP, Examination, TrainingHistory, check, fail, warn
 from monoblock.doctor.report import Finding, NotChecked, Outcome
-from monoblock.doctor.requirements import STEP
+from monoblock.doctor.subject import hooks
 
 MAX_WEIGHT_DECAY = 0.3
 STEPS = 8  # until which a weight must have moved; a step may only add gradients up
@@ -26,13 +27,14 @@ USUAL_SIZE = 0.02  # root mean square of a weight at the start
 MIN_WEIGHT_SIZE = 0.025  # weights of Transformers have a root mean square of 0.02 (GPT-2 at the start) to 0.1
 
 
+@check("the optimizer holds the weights of the model", "optimizer", explains="overfit learning_rate", group="training")
 def check_optimizer(exam: Examination) -> Finding | None:
     """Compare the tensors of the optimizer with the weights of the model; with a step, see what it does to them."""
-    module, optimizers = exam.subject.module, [o for o in (exam.handed.optimizer,) if o is not None]
+    module, optimizers = exam.subject.module, [o for o in (exam.extras.optimizer,) if o is not None]
     assert module is not None
     if not any(p.requires_grad for p in module.parameters()):
         return None  # gradient_flow says so
-    step = None if exam.handed.step is None else _watch_step(exam.handed.step, module)
+    step = None if exam.extras.step is None else _watch_step(exam.extras.step, module)
     optimizers = list(dict.fromkeys((*optimizers, *(step.updates if step is not None else ()))))
     found = _compare_tensors(module, optimizers) if optimizers else None
     return found if found is not None or step is None else _judge_step(step, optimizers)
@@ -49,9 +51,7 @@ def _compare_tensors(module: nn.Module, optimizers: list[Optimizer]) -> Finding 
         if foreign
         else f"the optimizer does not hold {missing[0]}, so it never changes"
     )
-    return finding(
-        "optimizer",
-        "fail",
+    return fail(
         {"weights_of_the_model": len(own), "held": len(held) - len(foreign), "foreign": len(foreign)},
         reason,
         "build the optimizer last: optimizer = AdamW(model.parameters()), after model.to(device), resizing and tying",
@@ -76,13 +76,11 @@ def _watch_step(step: Callable[[], Any], module: nn.Module) -> _Step:
     def count(_: Tensor) -> None:
         seen.gradients += 1
 
-    handles = [p.register_hook(count) for p in weights]
     with restoring(module) as updates:
-        while not seen.moves and seen.calls < STEPS:
-            seen.moves, seen.calls = _moves(step, weights), seen.calls + 1
+        with hooks(p.register_hook(count) for p in weights):
+            while not seen.moves and seen.calls < STEPS:
+                seen.moves, seen.calls = _moves(step, weights), seen.calls + 1
         seen.updates = [*updates]
-        for handle in handles:
-            handle.remove()
         if seen.moves:
             seen.old_gradient = _share_of_old_gradient(step, weights)
     return seen
@@ -146,22 +144,28 @@ def _judge_step(step: _Step, optimizers: list[Optimizer]) -> Finding | None:
     else:
         reason = "no weight of the model changes: neither loss.backward() nor optimizer.step() is called"
     title = "gradients are added up" if step.moves else "no weight changes"
-    return finding("optimizer", "fail", evidence, reason, fix, title)
+    return fail(evidence, reason, fix, title)
 
 
+@check(
+    "the learning rate moves the loss down",
+    "training",
+    explains="clipping warmup train_eval_gap",
+    group="training",
+    is_slow=True,
+)
 def check_learning_rate(exam: Examination) -> Outcome:
     """Look at the losses of a run, or make a few steps: the loss must move, and down."""
-    if exam.handed.history is not None and len(exam.handed.history.steps) >= 10:
-        losses = [float(row["loss"]) for row in exam.handed.history.steps]
-        lr = exam.handed.history.lr
+    if exam.extras.history is not None and len(exam.extras.history.steps) >= 10:
+        losses = [float(row["loss"]) for row in exam.extras.history.steps]
+        lr = exam.extras.history.lr
         return _judge_losses(losses, {} if lr is None else {"learning_rate": lr})
-    module = exam.subject.module
-    assert module is not None
-    if exam.handed.step is None:
+    module = exam.module
+    if exam.extras.step is None:
         return _check_first_update(exam, module)
     with restoring(module):
         before = [p.detach().clone() for p in module.parameters() if p.requires_grad]
-        values = [_number(exam.handed.step()) for _ in range(10)]
+        values = [_number(exam.extras.step()) for _ in range(10)]
         changes = [
             float((p.detach() - b).norm()) / max(float(b.norm()), 1e-6)
             for p, b in zip((p for p in module.parameters() if p.requires_grad), before, strict=True)
@@ -179,7 +183,7 @@ def check_learning_rate(exam: Examination) -> Outcome:
 
 def _check_first_update(exam: Examination, module: nn.Module) -> Outcome:
     """Let a copy of the optimizer make one step on copies of the weights: it must not move them by their own size."""
-    optimizer = exam.handed.optimizer
+    optimizer = exam.extras.optimizer
     assert optimizer is not None
     weights = [p for p in module.parameters() if p.requires_grad]
     with exam.subject.evaluating(), torch.enable_grad():
@@ -203,13 +207,13 @@ def _check_first_update(exam: Examination, module: nn.Module) -> Outcome:
         evidence = {"learning_rate": max(float(g["lr"]) for g in optimizer.param_groups)}
         return _rate_finding("too high", {**evidence, "change_of_weights_in_the_first_step": change, "usual": 0.01})
     how = f"pass {STEP}, where f() makes one training step of the module"
-    return NotChecked("learning_rate", "the first update is not too large, but no losses were seen", how, STEP)
+    return NotChecked("the first update is not too large, but no losses were seen", how, STEP)
 
 
 def _any_loss(exam: Examination) -> Tensor:
     """Return the loss of the batch, or of made-up labels, for a gradient of the usual size."""
-    if exam.handed.batch is not None and not exam.handed.batch[1].is_floating_point():
-        ids, labels = handed_batch(exam)
+    if exam.extras.batch is not None and not exam.extras.batch[1].is_floating_point():
+        ids, labels = exam.batch
         return loss_function(exam)(exam.subject.logits(ids), labels)
     logits = exam.subject.logits(exam.ids)
     generator = torch.Generator().manual_seed(4)
@@ -238,7 +242,7 @@ def _judge_losses(losses: list[float], evidence: dict[str, Any], *, few: bool = 
     if few and all(later > earlier for earlier, later in pairwise(losses)):
         reason = "the loss rises with each step: its sign is wrong, the optimizer maximizes it, or its rate is too high"
         fix = "write loss.backward() without a minus, and AdamW(model.parameters(), lr=3e-4) without maximize=True"
-        return finding("learning_rate", "fail", evidence, reason, fix, "the loss rises")
+        return fail(evidence, reason, fix, "the loss rises")
     if not few and len(losses) >= 20 and abs(last - first) < 0.005 * abs(first) and min(losses) > 0.98 * first:
         return _rate_finding("too low", evidence)
     return None
@@ -258,28 +262,118 @@ def _rate_finding(what: str, evidence: dict[str, Any]) -> Finding:
         else "multiply it by 10 if the loss still does not move"
     )
     fix = f"write AdamW(model.parameters(), lr=3e-4), and reach it over the first tenth of the steps; then {further}"
-    return finding("learning_rate", "fail", evidence, reason, fix, what)
+    return fail(evidence, reason, fix, what)
 
 
+@check("beta2 and weight decay are usual", "optimizer_or_run", group="training")
 def check_optimizer_settings(exam: Examination) -> Finding | None:
     """Compare beta2 and weight decay with what trains Transformers."""
     rows: list[tuple[Any, Any, Any]] = []
-    if exam.handed.optimizer is not None:
-        for group in exam.handed.optimizer.param_groups:
+    if exam.extras.optimizer is not None:
+        for group in exam.extras.optimizer.param_groups:
             rows.append((group.get("betas", (None, None))[1], group.get("weight_decay"), group.get("lr")))
-    elif exam.handed.history is not None:
-        rows.append((exam.handed.history.beta2, exam.handed.history.weight_decay, exam.handed.history.lr))
+    elif exam.extras.history is not None:
+        rows.append((exam.extras.history.beta2, exam.extras.history.weight_decay, exam.extras.history.lr))
     for beta2, decay, lr in rows:
         if isinstance(beta2, float) and not 0.9 <= beta2 <= 0.999:
             reason = f"beta2={beta2:g} is out of the usual: GPTs use 0.95, the paper 0.98, PyTorch 0.999"
-            return finding("optimizer_settings", "warn", {"beta2": beta2}, reason, "write betas=(0.9, 0.95)")
+            return warn({"beta2": beta2}, reason, "write betas=(0.9, 0.95)")
         if isinstance(decay, float) and decay > MAX_WEIGHT_DECAY and _weight_size(decay, lr) < MIN_WEIGHT_SIZE:
             reason = f"weight_decay={decay:g} is out of the usual 0 to {MAX_WEIGHT_DECAY}: it pulls the weights to zero"
             evidence = {"weight_decay": decay, "size_of_a_weight": _weight_size(decay, lr)}
-            return finding("optimizer_settings", "warn", evidence, reason, "write weight_decay=0.1")
+            return warn(evidence, reason, "write weight_decay=0.1")
     return None
 
 
 def _weight_size(decay: float, lr: Any) -> float:
     """Return the root mean square that AdamW's weights tend to, √(lr / (2 · weight decay)); 0 without a rate."""
     return math.sqrt(lr / (2 * decay)) if isinstance(lr, float) else 0.0
+
+
+SPIKE = 10.0  # times the median of the gradient norms
+MAX_EPOCHS = 16.0  # more repetitions of the data teach little (Muennighoff et al. 2023)
+
+
+def _history(exam: Examination) -> TrainingHistory:
+    assert exam.extras.history is not None
+    return exam.extras.history
+
+
+@check("post-norm models warm up", "run", group="training")
+def check_warmup(exam: Examination) -> Finding | None:
+    """Look for a post-norm model that starts at its full learning rate."""
+    history = _history(exam)
+    if not exam.subject.declared.post_norm or not history.starts_fresh or history.warmup >= 10:
+        return None
+    return warn(
+        {"warmup_steps": history.warmup, "usual": 100},
+        "a post-norm model starts at its full learning rate: its gradients near the output are large at the start, "
+        "and it diverges or stalls",
+        "raise the learning rate over the first 100 steps or more (train.warmup), or normalize before each sublayer",
+    )
+
+
+@check("gradients with spikes are clipped", "run", group="training")
+def check_clipping(exam: Examination) -> Finding | None:
+    """Look for spikes of the gradient norm in a run without clipping."""
+    history = _history(exam)
+    norms = [float(row["grad_norm"]) for row in history.steps if row.get("grad_norm") is not None]
+    if history.clip or len(norms) < 10:
+        return None
+    later = norms[max(5, len(norms) // 10) :]
+    middle = statistics.median(later)
+    spikes = [norm for norm in later if norm > SPIKE * middle]
+    if not spikes:
+        return None
+    return warn(
+        {"spikes": len(spikes), "largest_norm": max(spikes), "median_norm": middle},
+        f"the gradient norm has {len(spikes)} spikes of more than {SPIKE:.0f} times its median, and nothing clips "
+        "them: one such update can undo days of training",
+        "clip gradients: train.clip = 1.0, or torch.nn.utils.clip_grad_norm_(parameters, 1.0) before every step",
+    )
+
+
+@check("the loss on held-out data follows that of training", "run", group="training")
+def check_train_eval_gap(exam: Examination) -> Finding | None:
+    """Look for a loss on held-out data that rises while that of training falls."""
+    history = _history(exam)
+    values = [float(row["val_loss"]) for row in history.evaluations if "val_loss" in row]
+    losses = [float(row["loss"]) for row in history.steps]
+    if len(values) < 2 or len(losses) < 10:
+        return None
+    part = max(1, len(losses) // 10)
+    train, last, best = sum(losses[-part:]) / part, values[-1], min(values)
+    if last < 1.1 * best or last < 1.3 * train:
+        return None
+    return warn(
+        {"train_loss": train, "validation_loss": last, "best_validation_loss": best},
+        "the model memorizes its training data: the loss on held-out data rises again",
+        "stop at the best step (train.load_best), add dropout or data, or take a smaller model",
+    )
+
+
+@check("data are not repeated without need", "batch_or_run", group="training")
+def check_repeated_data(exam: Examination) -> Finding | None:
+    """Look for rows that a batch has twice, and for runs that read their data too often."""
+    if exam.extras.batch is not None and exam.extras.batch[0].shape[0] > 1:
+        ids = exam.extras.batch[0]
+        unique = len(torch.unique(ids.flatten(1), dim=0))
+        if unique <= ids.shape[0] / 2:
+            return fail(
+                {"rows": ids.shape[0], "different_rows": unique},
+                "rows of the batch are copies of each other: the loader draws the same sample again and again",
+                "draw rows without replacement, and give every worker its own seed",
+            )
+    history = exam.extras.history
+    if history is None or not history.epochs or history.epochs <= MAX_EPOCHS or not history.evaluations:
+        return None
+    values = [float(row["val_loss"]) for row in history.evaluations if "val_loss" in row]
+    losses = [float(row["loss"]) for row in history.steps]
+    part = max(1, len(losses) // 10)
+    if not values or not losses or values[-1] < 2 * sum(losses[-part:]) / part:
+        return None
+    return warn(
+        {"times_read": history.epochs, "train_loss": sum(losses[-part:]) / part, "validation_loss": values[-1]},
+        f"the data were read {history.epochs:.0f} times and are memorized; more than four times teaches little",
+        "use more data, or stop earlier",
+    )

@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 import torch
 from torch import Tensor, nn
 
-from monoblock.doctor.examination import Examination, finding, pad
+from monoblock.doctor.examination import Examination, check, fail, pad, unsupported
 from monoblock.doctor.report import Finding
 
 PAD = 3
@@ -18,6 +18,7 @@ MASK_FIX = (
 )
 
 
+@check("padding changes nothing", "tokens", "mask", explains="cache")
 def check_padding(exam: Examination) -> Finding | None:
     """Pad a text on the right, the left and inside: the outputs of its tokens must not change.
 
@@ -25,9 +26,7 @@ def check_padding(exam: Examination) -> Finding | None:
     """
     subject = exam.subject
     if subject.inverted_mask is not None:
-        return finding(
-            "padding",
-            "fail",
+        return fail(
             {"difference_with_a_mask_of_tokens_only": subject.inverted_mask},
             "the mask is inverted: it is 1 for tokens and 0 for padding, but the model ignores what is 1 and attends "
             "to what is 0",
@@ -49,20 +48,17 @@ def check_padding(exam: Examination) -> Finding | None:
     if not any(sides.values()):
         return _check_training(exam, ids)
     evidence = {f"difference_{side}": value for side, value in sides.items()}
-    return finding("padding", "fail", evidence, *_cause(exam, ids, sides))
+    return fail(evidence, *_cause(exam, ids, sides))
 
 
 def _check_training(exam: Examination, ids: Tensor) -> Finding | None:
     """Look at the weights on padding that attention of PyTorch has in training, where a mask of floats is added."""
-    module = exam.subject.module
-    if module is None or not any(isinstance(part, nn.MultiheadAttention) for part in module.modules()):
+    if not any(isinstance(part, nn.MultiheadAttention) for _, part in exam.named_modules):
         return None
     seen, layer = _weight_on_padding(exam, ids, 0, PAD)  # a recorded pass takes the path of training
     if seen <= SEEN:
         return None
-    return finding(
-        "padding",
-        "fail",
+    return fail(
         {"largest_weight_on_padding": seen, "layer": layer},
         "padding is hidden in evaluation, but not in training: the mask is of floats, which nn.MultiheadAttention adds "
         "to the scores",
@@ -77,9 +73,7 @@ def _left_finding(exam: Examination, ids: Tensor, left: float) -> Finding:
     evidence = {"difference_left": left, "difference_right": 0.0}
     takes_mask = getattr(exam.subject, "mask_argument", None) is not None
     if seen > SEEN and takes_mask:
-        return finding(
-            "padding",
-            "fail",
+        return fail(
             {**evidence, "largest_weight_on_padding": seen, "layer": layer},
             f"tokens attend to padding on the left in layer {layer}, although the mask hides it: the mask does not "
             "reach this attention",
@@ -99,9 +93,7 @@ def _left_finding(exam: Examination, ids: Tensor, left: float) -> Finding:
         fix = "let padding see itself: mask | torch.eye(T, dtype=torch.bool); then " + fix
     else:
         cause = "positions count the padding, and the model takes no position ids that could leave it out"
-    return finding(
-        "padding",
-        "unsupported",
+    return unsupported(
         evidence,
         f"padding on the left changes the logits of the tokens: {cause}. Batches of prompts of unequal length generate "
         "other text than each prompt alone",
@@ -185,6 +177,7 @@ def _cause(exam: Examination, ids: Tensor, sides: dict[str, float]) -> tuple[str
     )
 
 
+@check("padding of the source changes nothing", "tokens", "source")
 def check_cross_padding(exam: Examination) -> Finding | None:
     """Pad the source of an encoder-decoder: the outputs of the target must not change."""
     subject = exam.subject
@@ -192,9 +185,7 @@ def check_cross_padding(exam: Examination) -> Finding | None:
     source = subject.source[:1].expand(exam.ids.shape[0], -1).contiguous()
     plain = exam.run(exam.ids, source=source)
     if not exam.is_off(exam.run(exam.ids, source=subject.other_tokens(source)), plain):
-        return finding(
-            "cross_padding",
-            "fail",
+        return fail(
             {"difference_with_another_source": 0.0},
             "the outputs do not depend on the source at all: every source gets the same translation",
             "give what the encoder returns to cross-attention as keys and values, and add its result to the stream",
@@ -213,26 +204,21 @@ def check_cross_padding(exam: Examination) -> Finding | None:
             shares[place] = max(shares[place], float(rows[..., real:].nan_to_num().max()))
     evidence = {"max_difference": distance, "largest_weight_on_source_padding": shares["cross"]}
     if shares["encoder"] > 1e-6 and shares["cross"] <= 1e-6:
-        return finding(
-            "padding",
-            "fail",
+        return fail(
             {"max_difference": distance, "largest_weight_on_source_padding": shares["encoder"]},
             "tokens of the source attend to the padding of the source in the encoder",
             "give the source mask to the self-attention of the encoder",
+            check="padding",
         )
     if shares["cross"] <= SEEN:
-        return finding(
-            "cross_padding",
-            "fail",
+        return fail(
             {"max_difference": distance},
             "the padding of the source changes the outputs, though no attention of the decoder reads it: the encoder "
             "is a recurrence or a convolution that runs over it, or its states are averaged with those of padding",
             "read the state of the encoder at the last token, states[torch.arange(B), lengths - 1], or pack the rows "
             "by their lengths (nn.utils.rnn.pack_padded_sequence)",
         )
-    return finding(
-        "cross_padding",
-        "fail",
+    return fail(
         evidence,
         "the decoder attends to the padding of the source: a translation depends on the longest sentence of its batch",
         "give the source mask to cross-attention in every decoder layer (memory_key_padding_mask in nn.Transformer)",

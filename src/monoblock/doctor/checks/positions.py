@@ -7,19 +7,20 @@ import math
 import torch
 from torch import Tensor
 
-from monoblock.doctor.examination import Examination, finding, not_applicable
-from monoblock.doctor.records import AttentionRecord, PositionAdd
+from monoblock.doctor.examination import Examination, check, fail, warn
+from monoblock.doctor.recorder import AttentionRecord, PositionAdd
 from monoblock.doctor.report import Finding, NotChecked, Outcome
 from monoblock.doctor.subject import difference
 
 SAME = 0.99  # cosine from which two position vectors are the same up to a factor
 
 
+@check("positions are used", "tokens", explains="cache")
 def check_positions(exam: Examination) -> Outcome:
     """Repeat one token: if no query, key or score differs between places, positions are not used."""
     if exam.subject.declared.positions == "none" and exam.subject.kind != "bidirectional":
         # Chosen: with a causal mask two layers tell positions apart.
-        return not_applicable("positions", "the configuration says that the model has no positions")
+        return NotChecked("the configuration says that the model has no positions")
     ids = exam.ids[:2].clone()
     ids[:] = ids[:, :1]
     source = None if exam.subject.source is None else exam.subject.source[:2].clone()
@@ -31,9 +32,7 @@ def check_positions(exam: Examination) -> Outcome:
     if not all(_is_blind(record) for record in records):
         return None
     if exam.recorded.same_adds:
-        return finding(
-            "positions",
-            "fail",
+        return fail(
             {"layers_without_positions": len(records), "tokens_repeated": length},
             "all tokens get the same position: one vector is added to all of them, so a repeated token has the same "
             "queries, keys and scores at every place, and the order of words is lost but for what the mask tells",
@@ -41,9 +40,7 @@ def check_positions(exam: Examination) -> Outcome:
             "all tokens get the same position",
             explains=("causality",),
         )
-    return finding(
-        "positions",
-        "fail",
+    return fail(
         {"layers_without_positions": len(records), "tokens_repeated": length},
         "the model does not use positions: a repeated token has the same queries, keys and scores at every place, so "
         "the order of words is lost but for what the mask tells",
@@ -94,7 +91,7 @@ def _check_swap(exam: Examination) -> Finding | None:
     else:
         reason = "two tokens can be swapped without any change: the model does not use positions"
         fix = "add position vectors to the embeddings, or rotate queries and keys by their position"
-    return finding("positions", "fail", evidence, reason, fix)
+    return fail(evidence, reason, fix)
 
 
 def _change(exam: Examination, ids: Tensor) -> float:
@@ -103,6 +100,7 @@ def _change(exam: Examination, ids: Tensor) -> float:
     return difference(new[:, -1], old[:, -1]) if exam.is_per_token else difference(new, old)
 
 
+@check("positions are added or rotated once", "tokens", explains="cache")
 def check_positions_twice(exam: Examination) -> Outcome:
     """Look for the same position vectors added twice to one stream, and for queries and keys rotated twice."""
     recorder = exam.recorded
@@ -112,19 +110,15 @@ def check_positions_twice(exam: Examination) -> Outcome:
             return _added_again(first, again)
     rotations = max((record.rotations for record in recorder.attentions), default=0)
     if not recorder.position_adds and not rotations:
-        return not_applicable("positions_twice", "no positions are added to vectors, and no queries rotated")
+        return NotChecked("no positions are added to vectors, and no queries rotated")
     if rotations > 1:
-        return finding(
-            "positions_twice",
-            "fail",
+        return fail(
             {"rotations": rotations},
             "queries or keys are rotated twice by their position, so that a distance of 1 looks like 2",
             "apply the rotary embedding once, to queries and keys, after their projection",
         )
     if rotations and any(record.value_rotations for record in recorder.attentions):
-        return finding(
-            "positions_twice",
-            "warn",
+        return warn(
             {"rotations_of_values": max(record.value_rotations for record in recorder.attentions)},
             "the values are rotated by their position too: what a token hands on then depends on where it stands in "
             "the text, not only on the distance",
@@ -140,11 +134,9 @@ def _added_again(first: PositionAdd, again: list[PositionAdd]) -> Finding:
     if again[0].attentions == first.attentions:
         reason = "the same position vectors are added twice to the embeddings, so positions drown the tokens"
         fix = "add them in one place only: in the embedding, or in the model, not in both"
-        return finding("positions_twice", "fail", evidence, reason, fix)
+        return fail(evidence, reason, fix)
     later = [added.attentions for added in again]
-    return finding(
-        "positions_twice",
-        "fail",
+    return fail(
         {**evidence, "attentions_before": ", ".join(str(number) for number in (first.attentions, *later))},
         f"the same position vectors are added {times} times, again between the layers: the residual stream keeps the "
         "first ones, so positions grow with depth and drown the tokens",
@@ -159,6 +151,7 @@ def _is_same(first: PositionAdd, second: PositionAdd) -> bool:
     return float(cosine) > SAME
 
 
+@check("the first position is the right one", "tokens")
 def check_position_offset(exam: Examination) -> Outcome:
     """Compare the first row of the position table that is used with the row it should be."""
     declared, length = exam.subject.declared, exam.ids.shape[1]
@@ -189,14 +182,12 @@ def check_position_offset(exam: Examination) -> Outcome:
 
 def _no_table(exam: Examination) -> NotChecked:
     if exam.recorded.position_adds:
-        return not_applicable("position_offset", "the added positions are neither rows of a table nor sinusoids")
-    return not_applicable("position_offset", "no table of positions is read")
+        return NotChecked("the added positions are neither rows of a table nor sinusoids")
+    return NotChecked("no table of positions is read")
 
 
 def _repeated_finding(different: int, length: int) -> Finding:
-    return finding(
-        "position_offset",
-        "warn",
+    return warn(
         {"different_positions": different, "tokens": length},
         f"positions repeat: {length} tokens without padding get {different} different rows of the table",
         "give each token its own position: torch.arange(T)",
@@ -205,9 +196,7 @@ def _repeated_finding(different: int, length: int) -> Finding:
 
 def _offset_finding(evidence: dict[str, float | int | str]) -> Finding:
     first, expected = evidence.get("first_row", evidence.get("first_position")), evidence["expected"]
-    return finding(
-        "position_offset",
-        "fail",
+    return fail(
         evidence,
         f"the first token has position {first} instead of {expected}: a text of full length runs past the table, and "
         "trained weights are read at the wrong rows",

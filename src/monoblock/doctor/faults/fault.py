@@ -1,4 +1,4 @@
-"""A classic fault: what it is, the model it is planted into, and the check that must name it."""
+"""A classic fault: what it is, the kind of model it is planted into, and the check that must name it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from monoblock.config.knobs import vary
-from monoblock.config.model import EmbeddingConfig, FeedForwardConfig, HeadConfig, Learned, ModelConfig, Rotary
+from monoblock.config.model import (
+    BlockConfig,
+    EmbeddingConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    Learned,
+    ModelConfig,
+    Rotary,
+)
 from monoblock.config.presets import tiny
 from monoblock.errors import InputError
 from monoblock.model import Transformer
@@ -18,8 +27,8 @@ from monoblock.nn.stack import Stack
 
 
 @dataclass
-class Patient:
-    """A model to plant a fault into, and what is handed to the doctor with it."""
+class Setup:
+    """A model, and the options to examine it with."""
 
     model: Transformer
     options: dict[str, Any] = field(default_factory=dict)
@@ -40,9 +49,12 @@ class Patient:
         assert isinstance(part, EmbeddingConfig)
         return part.vocab
 
-    def tokens(self, rows: int = 4, length: int = 13, seed: int = 0) -> torch.Tensor:
+    def tokens(self, rows: int = 4, length: int = 13, seed: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(5, self.vocab, (rows, length), generator=generator).to(self.model.device)
+
+
+Plant = Callable[[Setup], object]
 
 
 @dataclass(frozen=True)
@@ -50,13 +62,27 @@ class Fault:
     name: str
     about: str
     check: str  # the check that must find it
-    plant: Callable[[Patient], None]
-    host: str = "decoder"  # a key of HOSTS: the kind of model that can have this fault
-    control: Callable[[Patient], None] = lambda patient: None  # planted in its place, it must not be found
+    plant: Plant
+    kind: str = "decoder"  # a key of MODEL_KINDS: the models that can have this fault
+    control: Plant = lambda setup: None  # planted in its place, it must not be found
 
 
-def _gpt(**changes: Any) -> ModelConfig:
-    return vary(tiny("gpt2"), **changes) if changes else tiny("gpt2")
+@dataclass(frozen=True)
+class ModelKind:
+    """A kind of model: what it is, a built-in example, and which configurations are of it."""
+
+    words: str
+    example: Callable[[], ModelConfig] = lambda: tiny("gpt2")
+    includes: Callable[[ModelConfig], bool] = lambda config: True
+    family: str | None = "decoder-only"  # None: any
+
+    def fits(self, config: ModelConfig) -> bool:
+        is_family = self.family in (None, config.family) and isinstance(config.input, EmbeddingConfig)
+        return is_family and self.includes(config)
+
+
+def _blocks(config: ModelConfig) -> list[BlockConfig]:
+    return [block for stack in config.stacks.values() for block in stack.layers()]
 
 
 def _classifier(name: str, pooling: Any) -> ModelConfig:
@@ -74,112 +100,80 @@ def _prefix() -> ModelConfig:
     return replace(config, decoder=replace(config.decoder, pattern=repeats))
 
 
-def _deep() -> ModelConfig:
-    config = tiny("gpt2")
-    assert config.decoder is not None
-    return replace(config, decoder=replace(config.decoder, pattern=(replace(config.decoder.pattern[0], times=6),)))
-
-
-def _blocks(config: ModelConfig) -> list[Any]:
-    stack = config.decoder or config.encoder
-    return list(stack.layers()) if stack is not None else []
-
-
-def _attentions(config: ModelConfig) -> list[Any]:
-    return [block.attention for block in _blocks(config)]
-
-
-def _reads_text(config: ModelConfig) -> bool:
-    return isinstance(config.input, EmbeddingConfig)
-
-
-# Kind of model -> (does a configuration have it, a built-in example, what it is in words)
-HOSTS: dict[str, tuple[Callable[[ModelConfig], bool], Callable[[], ModelConfig], str]] = {
-    "any": (_reads_text, lambda: tiny("gpt2"), "a model of text"),
-    "decoder": (lambda c: c.family == "decoder-only", lambda: tiny("gpt2"), "a decoder"),
-    "deep decoder": (
-        lambda c: c.family == "decoder-only" and len(_attentions(c)) >= 6,
-        _deep,
-        "a decoder of at least six layers",
+MODEL_KINDS = {
+    "decoder": ModelKind("a decoder"),
+    "deep decoder": ModelKind(
+        "a decoder of at least six layers", lambda: vary(tiny("gpt2"), depth=6), lambda c: len(_blocks(c)) >= 6
     ),
-    "sequential decoder": (
-        lambda c: c.family == "decoder-only" and len(_blocks(c)) > 1 and not any(b.is_parallel for b in _blocks(c)),
-        lambda: tiny("gpt2"),
+    "sequential decoder": ModelKind(
         "a decoder of several layers whose attention and feed-forward layer follow each other",
+        includes=lambda c: len(_blocks(c)) > 1 and not any(b.is_parallel for b in _blocks(c)),
     ),
-    "decoder without gates": (
-        lambda c: (
-            c.family == "decoder-only"
-            and all(isinstance(b.feedforward, FeedForwardConfig) and not b.feedforward.gated for b in _blocks(c))
-        ),
-        lambda: tiny("gpt2"),
+    "decoder without gates": ModelKind(
         "a decoder with a feed-forward layer of two matrices",
+        includes=lambda c: all(
+            isinstance(b.feedforward, FeedForwardConfig) and not b.feedforward.gated for b in _blocks(c)
+        ),
     ),
-    "own blocks": (
-        lambda c: c.family == "decoder-only" and len(set(_blocks(c))) == 1 < len(_blocks(c)),
-        lambda: tiny("gpt2"),
+    "own blocks": ModelKind(
         "a decoder of several equal layers with weights of their own",
+        includes=lambda c: len(set(_blocks(c))) == 1 < len(_blocks(c)),
     ),
-    "learned positions": (
-        lambda c: c.family == "decoder-only" and isinstance(getattr(c.input, "positions", None), Learned),
-        lambda: tiny("gpt2"),
-        "a decoder with learned positions",
+    "learned positions": ModelKind(
+        "a decoder with learned positions", includes=lambda c: isinstance(getattr(c.input, "positions", None), Learned)
     ),
-    "rotary positions": (
-        lambda c: c.family == "decoder-only" and all(isinstance(a.positions, Rotary) for a in _attentions(c)),
-        lambda: tiny("llama-7b"),
+    "rotary positions": ModelKind(
         "a decoder with rotary positions",
+        lambda: tiny("llama-7b"),
+        lambda c: all(isinstance(b.attention.positions, Rotary) for b in _blocks(c)),
     ),
-    "tied decoder": (
-        lambda c: c.family == "decoder-only" and c.tie == "output",
-        lambda: tiny("gpt2"),
-        "a decoder with tied embeddings",
+    "tied decoder": ModelKind("a decoder with tied embeddings", includes=lambda c: c.tie == "output"),
+    "window": ModelKind(
+        "a decoder with a window", lambda: tiny("mistral-7b"), lambda c: all(b.attention.window for b in _blocks(c))
     ),
-    "window": (
-        lambda c: c.family == "decoder-only" and all(a.window for a in _attentions(c)),
-        lambda: tiny("mistral-7b"),
-        "a decoder with a window",
-    ),
-    "prefix": (lambda c: any(a.mask == "prefix" for a in _attentions(c)), _prefix, "a prefix decoder"),
-    "encoder": (lambda c: c.family == "encoder-only" and _reads_text(c), lambda: tiny("bert-base"), "an encoder"),
-    "classifier": (
-        lambda c: c.family == "encoder-only" and c.head is not None and c.head.pooling == "mean",
-        lambda: _classifier("bert-base", "mean"),
+    "prefix": ModelKind("a prefix decoder", _prefix, lambda c: any(b.attention.mask == "prefix" for b in _blocks(c))),
+    "encoder": ModelKind("an encoder", lambda: tiny("bert-base"), family="encoder-only"),
+    "classifier": ModelKind(
         "an encoder with a classifier that averages its tokens",
+        lambda: _classifier("bert-base", "mean"),
+        lambda c: c.head is not None and c.head.pooling == "mean",
+        "encoder-only",
     ),
-    "decoder with a classifier": (
-        lambda c: c.family == "decoder-only" and c.head is not None and c.head.kind == "classifier",
-        lambda: _classifier("gpt2", "last"),
+    "decoder with a classifier": ModelKind(
         "a decoder with a classifier",
+        lambda: _classifier("gpt2", "last"),
+        lambda c: c.head is not None and c.head.kind == "classifier",
     ),
-    "encoder-decoder": (
-        lambda c: c.family == "encoder-decoder" and _reads_text(c),
-        lambda: tiny("vaswani-base"),
-        "an encoder-decoder",
-    ),
-    "post-norm": (
-        lambda c: _reads_text(c) and any(b.norm_place == "post" for s in c.stacks.values() for b in s.layers()),
-        lambda: tiny("vaswani-base"),
+    "encoder-decoder": ModelKind("an encoder-decoder", lambda: tiny("vaswani-base"), family="encoder-decoder"),
+    "post-norm": ModelKind(
         "a post-norm model",
+        lambda: tiny("vaswani-base"),
+        lambda c: any(b.norm_place == "post" for b in _blocks(c)),
+        None,
     ),
 }
 
 
-def make_patient(fault: Fault, model: Transformer | None = None, *, is_healthy: bool = False) -> Patient:
-    """Return the model with the fault planted in a copy of it; None takes a small built-in model of the right kind.
+def plant_fault(fault: Fault, model: Transformer | None = None, *, is_healthy: bool = False) -> Setup:
+    """Plant a fault into a copy of the model, or into a small built-in model of the right kind.
 
     is_healthy: plant the control of the fault in its place.
     """
-    fits, example, words = HOSTS[fault.host]
+    kind = MODEL_KINDS[fault.kind]
     if model is None:
         state = torch.get_rng_state()
         torch.manual_seed(0)
-        model = Transformer(example())
+        model = Transformer(kind.example())
         torch.set_rng_state(state)
-    elif not fits(model.config):
-        raise InputError(f"{fault.name} needs {words}; leave MODEL out to plant it into a small built-in model")
+    elif not kind.fits(model.config):
+        raise InputError(f"{fault.name} needs {kind.words}; leave MODEL out to plant it into a small built-in model")
     else:
         model = copy.deepcopy(model)
-    patient = Patient(model.eval())
-    (fault.control if is_healthy else fault.plant)(patient)
-    return patient
+    setup = Setup(model.eval())
+    (fault.control if is_healthy else fault.plant)(setup)
+    return setup
+
+
+def change_output(find: Callable[[Setup], Any], change: Callable[[Tensor], Tensor]) -> Plant:
+    """Return what changes the output of a module."""
+    return lambda setup: find(setup).register_forward_hook(lambda module, inputs, output: change(output))

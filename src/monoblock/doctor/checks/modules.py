@@ -1,4 +1,4 @@
-"""How a model is put together: residual connections, non-linearities, norms, and modules that are not registered."""
+"""Checks of the modules: dropout, tied weights, residual connections, and what is called and registered."""
 
 from __future__ import annotations
 
@@ -8,11 +8,170 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.recorder import Recorder
-from monoblock.doctor.records import Product
-from monoblock.doctor.report import Finding
+from monoblock.doctor.examination import MEASURED, Examination, check, fail, warn
+from monoblock.doctor.recorder import Product, Recorder
+from monoblock.doctor.report import Finding, NotChecked, Outcome
+from monoblock.doctor.subject import difference, hooks
+
+PROMPT = 3  # tokens to generate from
+
+
+def _embedding_and_output(exam: Examination) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the matrices of the token embedding and of the output, if the module has both as such."""
+    module, vocab = exam.module, exam.subject.vocab
+    owner: Any = module
+    if hasattr(module, "get_input_embeddings") and hasattr(module, "get_output_embeddings"):
+        table, output = owner.get_input_embeddings(), owner.get_output_embeddings()
+        if not (isinstance(table, nn.Embedding) and isinstance(output, nn.Linear)):
+            return None
+        return (table.weight, output.weight) if table.weight.shape == output.weight.shape else None
+    tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == vocab]
+    linears = [m.weight for m in module.modules() if isinstance(m, nn.Linear) and m.out_features == vocab]
+    pairs = [(t, w) for t in tables for w in linears[-1:] if t.shape == w.shape]
+    return next((p for p in pairs if p[0] is p[1] or p[0].data_ptr() == p[1].data_ptr()), pairs[0] if pairs else None)
+
+
+@check("embedding and output share a tensor if they are meant to", "tokens", "module")
+def check_tying(exam: Examination) -> Outcome:
+    """Compare the storage of the token embedding with that of the output matrix."""
+    if found := find_shared_blocks(exam):
+        return found
+    pair = _embedding_and_output(exam)
+    if pair is None and exam.subject.declared.tied:
+        return None  # there is no second matrix that could differ
+    if pair is None:
+        return NotChecked("no output matrix of the shape of the embedding was found")
+    table, output = pair
+    is_shared, declared = table.data_ptr() == output.data_ptr(), exam.subject.declared.tied
+    is_copy = not is_shared and difference(table, output) < 1e-3
+    if is_shared and declared is False and type(exam.subject).__name__ != "PlainSubject":
+        return fail(
+            {"shared": 1, "declared": 0},
+            "the output shares the matrix of the embedding, although the configuration says that it has its own",
+            "build the output as a matrix of its own, or write tie = true in the configuration",
+        )
+    if is_shared or not (declared or is_copy):
+        return None
+    values = "with the same values" if is_copy else "with other values"
+    return fail(
+        {"shared": 0, "difference": difference(output, table)},
+        f"the embedding and the output are meant to be tied, but are two tensors {values}: they drift apart in "
+        f"training, and {table.numel():,} parameters are counted twice",
+        "share the parameter itself, last in __init__: self.head.weight = self.embedding.weight (no .clone(), no "
+        "nn.Parameter(…), no initialization after it)",
+    )
+
+
+@check("two runs agree; the declared dropout reaches every layer", explains=f"{MEASURED} label_shift pad_in_loss heads")
+def check_dropout(exam: Examination) -> Finding | None:
+    """Run twice in evaluation mode, and compare the probabilities of all dropouts with the declared one."""
+    first, second = exam.output, exam.run(exam.ids)
+    if not torch.equal(first.nan_to_num(), second.nan_to_num()) and difference(first, second) > exam.subject.tolerance:
+        draws = exam.recorded.random_draws
+        if not draws and exam.subject.module is not None:
+            return fail(
+                {"difference_between_two_runs": difference(first, second), "random_operations": 0},
+                "two runs on the same ids differ, although no random numbers are drawn: the model keeps something from "
+                "one call to the next, such as a state or a cache in self",
+                "begin every call anew; take the state as an argument and return it: logits, state = model(ids, state)",
+            )
+        return fail(
+            {"difference_between_two_runs": difference(first, second), "random_operations": draws},
+            "two runs on the same ids differ: dropout (or other noise) is on in evaluation",
+            "call model.eval() before use; write F.dropout(x, p, training=self.training), or use nn.Dropout",
+        )
+    module = exam.subject.module
+    if module is None:
+        return None
+    found = _check_logits_kept(exam, module) or _check_probabilities(exam, module)
+    return found or _check_mode_of_generation(exam, module)
+
+
+class _CountDropouts(TorchDispatchMode):
+    """Counts the dropouts that are on."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("native_dropout", "bernoulli", "bernoulli_")
+        return func(*args, **(kwargs or {}))
+
+
+def _check_mode_of_generation(exam: Examination, module: nn.Module) -> Finding | None:
+    """Generate from a model in training mode, as a training loop leaves it: its dropouts must be switched off."""
+    if exam.extras.generate is None:
+        return None
+    with exam.subject.evaluating(), _CountDropouts() as dropouts:
+        module.train()
+        exam.extras.generate(exam.ids[:1, :PROMPT].clone())
+    if not dropouts.count:
+        return None
+    return fail(
+        {"dropouts_that_are_on": dropouts.count, "expected": 0},
+        "text is generated in training mode: model.eval() is not called before, so that dropout changes every token",
+        "call model.eval() before you generate, and model.train() before training goes on",
+        "no eval() in generation",
+    )
+
+
+def _check_logits_kept(exam: Examination, module: nn.Module) -> Finding | None:
+    """Run once in training mode: a dropout after the logits sets some of them to 0."""
+    if exam.is_per_token and exam.output.shape[-1] < exam.subject.vocab:
+        return None  # hidden states, on which a head follows
+    buffers = {buffer: buffer.clone() for buffer in module.buffers()}  # those of a batch norm move
+    with exam.subject.evaluating():
+        module.train()
+        output = exam.subject.logits(exam.ids)
+    for buffer, kept in buffers.items():
+        buffer.copy_(kept)
+    dropped = float((output == 0).float().mean())
+    if dropped < 0.01 or bool((exam.output == 0).any()):
+        return None
+    return fail(
+        {"share_of_logits_set_to_0": dropped},
+        f"in training {dropped:.0%} of the logits are set to 0, because dropout comes after the output layer: the loss "
+        "is computed from scores of which some are lost, often that of the right token",
+        "put dropout before the output layer, or leave it out there: return self.head(x)",
+        "dropout after the logits",
+    )
+
+
+def _check_probabilities(exam: Examination, module: nn.Module) -> Finding | None:
+    """Look for dropouts whose probability is not the declared one: it was not passed on."""
+    declared = exam.subject.declared.dropout
+    found = {name: m.p for name, m in module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
+    found |= {
+        name: float(m.dropout)
+        for name, m in module.named_modules()
+        if name and isinstance(getattr(m, "dropout", None), float)
+    }
+    if total := [name for name, p in found.items() if p >= 1]:
+        return fail(
+            {"probability": found[total[0]], "where": total[0], "dropouts": len(total)},
+            f"{total[0]} drops everything: with p = {found[total[0]]:g} its output in training is 0",
+            "p is the share that is dropped, not kept: nn.Dropout(0.1)",
+        )
+    if declared is None:
+        return None
+    other = {name: p for name, p in found.items() if p > 0 and abs(p - declared) > 1e-9}  # 0 is switched off
+    active = [p for p in found.values() if p > 0]
+    if declared > 0 and not active:
+        return warn(
+            {"declared": declared, "dropouts_with_it": 0},
+            f"dropout={declared:g} is declared, but no part of the model has it",
+            "pass it on to every layer: Block(width, heads, dropout=dropout)",
+        )
+    if not other:
+        return None
+    name, p = next(iter(other.items()))
+    return warn(
+        {"declared": declared, "found": p, "where": name, "dropouts_with_another_value": len(other)},
+        f"dropout={declared:g} is declared, but {name} has {p:g}: the argument is not passed on to it",
+        "pass it on to every layer: Block(width, heads, dropout=dropout)",
+    )
+
 
 ATTENTION_FIX = "x = x + self.attention(self.norm1(x))"
 FEEDFORWARD_FIX = "x = x + self.feedforward(self.norm2(x))"
@@ -46,7 +205,7 @@ class _Stage(NamedTuple):
     results: set[int]
 
 
-def check_residuals(exam: Examination) -> Finding | None:
+def find_lost_residuals(exam: Examination) -> Finding | None:
     """Follow the terms of the stream: what goes into a layer must still be in what goes into the next one."""
     stages = _stages(exam)
     pairs, layers = enumerate(pairwise(stages)), len(stages) - 1
@@ -56,9 +215,7 @@ def check_residuals(exam: Examination) -> Finding | None:
     branches = {branch for _, branch in lost}
     title, what, fix = MISSING[branches.pop() if len(branches) == 1 else "both"]
     where = f"all {layers} layers" if len(lost) == layers else f"layer {', '.join(str(layer) for layer, _ in lost)}"
-    return finding(
-        "gradient_flow",
-        "warn",
+    return warn(
         {"layers_without": len(lost), "layers": layers, "first": lost[0][0]},
         f"in {where} {what}: a residual connection is missing. What the layer was given is lost, and the gradient "
         "reaches the layers below only through its matrices, so a deep model hardly learns",
@@ -119,7 +276,7 @@ def _is_near(a: Tensor, b: Tensor) -> bool:
 # -- feed-forward layers and norms ----------------------------------------------------------------------------------
 
 
-def check_nonlinearity(exam: Examination) -> Finding | None:
+def find_missing_nonlinearity(exam: Examination) -> Finding | None:
     """Look for a product that widens each vector and one that narrows it again, with nothing between them."""
     products = {product.number: product for product in exam.recorded.products}
     found = list[tuple[int, int]]()
@@ -132,9 +289,7 @@ def check_nonlinearity(exam: Examination) -> Finding | None:
     if not found:
         return None
     width, inner = found[0]
-    return finding(
-        "gradient_flow",
-        "warn",
+    return warn(
         {"feed_forward_layers_without": len(found), "width": width, "inner_width": inner},
         f"there is no non-linearity between the two linear layers of the feed-forward layer ({width} to {inner} to "
         f"{width}): two linear layers in a row are a single linear layer, so it computes no more than one matrix could",
@@ -143,14 +298,12 @@ def check_nonlinearity(exam: Examination) -> Finding | None:
     )
 
 
-def check_norms(exam: Examination) -> Finding | None:
+def find_missing_norms(exam: Examination) -> Finding | None:
     """Look for a norm anywhere in a model of several attention layers."""
     layers = len(_stages(exam)) - 1
     if layers < 2 or exam.recorded.norms:
         return None
-    return finding(
-        "residual_growth",
-        "warn",
+    return warn(
         {"attention_layers": layers, "norms": 0},
         "no norm is computed anywhere: the size of the stream and of its gradients depends on the depth and on every "
         "weight, so training needs a small learning rate and easily diverges",
@@ -163,10 +316,9 @@ def check_norms(exam: Examination) -> Finding | None:
 # -- modules and weights --------------------------------------------------------------------------------------------
 
 
-def check_registered(exam: Examination) -> Finding | None:
+def find_unregistered(exam: Examination) -> Finding | None:
     """Look for weights that PyTorch does not see: in plain tensors, and in plain lists of modules that are called."""
-    module = exam.subject.module
-    assert module is not None
+    module = exam.module
     registered, called = {id(part) for part in (*module.modules(), *module.parameters())}, set[nn.Module]()
     parts = {
         (owner, name, part)
@@ -176,16 +328,9 @@ def check_registered(exam: Examination) -> Finding | None:
         for part in _parts(value)
         if id(part) not in registered
     }
-    handles = [
-        part.register_forward_pre_hook(lambda part, inputs: called.add(part))
-        for _, _, part in parts
-        if isinstance(part, nn.Module)
-    ]
-    try:
+    unregistered = [part for _, _, part in parts if isinstance(part, nn.Module)]
+    with hooks([part.register_forward_pre_hook(lambda part, inputs: called.add(part)) for part in unregistered]):
         exam.run(exam.ids[:1])
-    finally:
-        for handle in handles:
-            handle.remove()
     lost: dict[tuple[str, str], int] = {}
     for _, name, part in parts:
         weights = [part] if isinstance(part, Tensor) else list(part.parameters()) if part in called else []
@@ -197,9 +342,7 @@ def check_registered(exam: Examination) -> Finding | None:
     name, kind = min(lost)
     what = f"the modules in self.{name} ({kind}) are" if kind else f"the weights in self.{name} are"
     line = f"nn.ModuleList([{kind}(…) for _ in range(…)])" if kind else "nn.Parameter(…), or nn.ParameterList([…])"
-    return finding(
-        "gradient_flow",
-        "fail",
+    return fail(
         {"weights_not_registered": sum(lost.values()), "where": name, "lists": len(lost)},
         f"{what} in a plain {'Python list' if kind else 'tensor or Python list'}, which PyTorch does not look into: "
         "model.parameters() leaves out their weights, so the optimizer never trains them, and model.eval(), "
@@ -219,15 +362,13 @@ def _parts(value: Any) -> Iterator[nn.Module | Tensor]:
             yield from _parts(part)
 
 
-def check_called(blocks: list[nn.Module], without: list[int], used: set[nn.Module]) -> Finding | None:
+def find_uncalled(blocks: list[nn.Module], without: list[int], used: set[nn.Module]) -> Finding | None:
     """Look among the blocks without a gradient for those that the forward pass does not call, nor any part of them."""
     unused = [index for index in without if not used & set(blocks[index].modules())]
     if not unused:
         return None
     which = "the blocks are" if len(unused) == len(blocks) else f"of the {len(blocks)} blocks, {unused[:8]} are"
-    return finding(
-        "gradient_flow",
-        "fail",
+    return fail(
         {"blocks_never_called": len(unused), "blocks": len(blocks)},
         f"{which} never called in the forward pass, so their weights do nothing and are not trained",
         "call each block in forward: for block in self.blocks: x = block(x)",
@@ -236,19 +377,16 @@ def check_called(blocks: list[nn.Module], without: list[int], used: set[nn.Modul
     )
 
 
-def check_initialized(exam: Examination) -> Finding | None:
+def find_uninitialized(exam: Examination) -> Finding | None:
     """Look for matrices all of whose numbers are equal."""
-    module = exam.subject.module
-    assert module is not None
+    module = exam.module
     matrices = _weights([module])
     constant = [w for w in matrices if bool((w == w.flatten()[0]).all())]
     if not matrices or len(constant) <= len(matrices) / 2:
         return None
     value = float(constant[0].flatten()[0])
     what = "zero" if value == 0 else f"the same number, {value:g}"
-    return finding(
-        "gradient_flow",
-        "fail",
+    return fail(
         {"matrices": len(matrices), "of_one_number": len(constant), "number": value},
         f"the weights of {len(constant)} of {len(matrices)} matrices are all {what}: they were not initialized, so all "
         "outputs are equal, and equal weights get equal gradients or none",
@@ -263,10 +401,9 @@ def _weights(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [p.detach() for module in modules for p in module.parameters() if p.dim() > 1 and p.numel() > 1]
 
 
-def check_shared_blocks(exam: Examination) -> Finding | None:
+def find_shared_blocks(exam: Examination) -> Finding | None:
     """Look for a module that holds one and the same block several times."""
-    module = exam.subject.module
-    assert module is not None
+    module = exam.module
     for name, part in module.named_modules():
         children = [child for child in part._modules.values() if child is not None and list(child.children())]
         if len(set(children)) < len(children):
@@ -276,9 +413,7 @@ def check_shared_blocks(exam: Examination) -> Finding | None:
             what, parts, each = (
                 ("head", "heads", "each head") if is_head else ("block", "layers", "a block for each layer")
             )
-            return finding(
-                "tying",
-                "warn",
+            return warn(
                 {"times": times, "weights": sum(p.numel() for p in repeated.parameters()), "where": name},
                 f"{name} holds the same {what} {times} times: its {times} {parts} have one set of weights, because "
                 f"{kind}(…) is called once and then repeated",
@@ -291,9 +426,6 @@ def check_shared_blocks(exam: Examination) -> Finding | None:
 def _reads_one_tensor(exam: Examination, part: nn.Module) -> bool:
     """Return whether the calls of a module in a row read the same tensor, as those of heads; layers read new ones."""
     given = list[Any]()
-    handle = part.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0] if inputs else None))
-    try:
+    with part.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0] if inputs else None)):
         exam.run(exam.ids[:1])
-    finally:
-        handle.remove()
     return len(given) > 1 and given[0] is given[1]

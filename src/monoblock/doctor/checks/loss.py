@@ -1,31 +1,23 @@
-"""Checks of a batch, a loss, an optimizer and a training step, before a run."""
+"""Checks of labels and losses: what a loss compares is read off its gradient."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.loss import (
-    FAILURES,
-    IGNORED,
-    Reading,
-    are_probabilities,
-    cross_entropy_of,
-    handed_batch,
-    loss_function,
-    made_up_logits,
-    perfect_output,
-    read_batch,
-    read_step,
-    read_targets,
-    restoring,
-)
+from monoblock.doctor.examination import Examination, check, fail, warn
 from monoblock.doctor.report import Finding, NotChecked, Outcome
+from monoblock.doctor.subject import hooks
 
 OVERFIT_STEPS, MAX_OVERFIT_STEPS = 40, 160  # more than 40 only while the loss falls
 SHIFTS = (1, 0, 2, 3, -1)  # places that labels may be ahead; the right one first, as all of them fit a repeated token
@@ -35,11 +27,19 @@ AGREES = 0.9  # share of equal labels
 # -- labels ---------------------------------------------------------------------------------------------------------
 
 
+@check(
+    "labels are the next tokens",
+    "tokens",
+    "batch_or_step",
+    "per_token",
+    explains="overfit initial_loss",
+    group="training",
+)
 def check_label_shift(exam: Examination) -> Finding | None:
     """Read off the gradient which label is compared with which logits: it must be the next token of the same row."""
     readings = [read_step(exam)] if exam.subject.kind == "causal" else []
-    if exam.handed.batch is not None:
-        ids, labels = exam.handed.batch
+    if exam.extras.batch is not None:
+        ids, labels = exam.extras.batch
         if labels.shape == ids.shape and not labels.is_floating_point():
             readings.insert(0, read_batch(exam))
     found = (
@@ -62,14 +62,13 @@ def _check_sign(reading: Reading) -> Finding | None:
     cause, fix = "the loss has the wrong sign", "write loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())"
     if reading.maximizes:
         cause, fix = "the optimizer is built with maximize=True", "leave it out: AdamW(model.parameters(), lr=3e-4)"
-    return finding(
-        "initial_loss",
-        "fail",
+    return fail(
         {"share_of_labels_that_are_pulled_down": 1.0, "maximize": reading.maximizes},
         f"the training step makes the right token less likely, and the cross-entropy rises: {cause}",
         fix,
         "the loss rises",
         explains=("learning_rate",),
+        check="initial_loss",
     )
 
 
@@ -96,7 +95,7 @@ def _check_shift(exam: Examination, reading: Reading) -> Finding | None:
         "shift once: inputs = tokens[:, :-1], labels = tokens[:, 1:], and no shift in the loss; with transformers pass "
         "labels = ids, because the model shifts them itself"
     )
-    return finding("label_shift", "fail", evidence, f"{reason} (seen in {reading.place})", fix, title)
+    return fail(evidence, f"{reason} (seen in {reading.place})", fix, title)
 
 
 def _shift(ids: Tensor, labels: Tensor) -> int | None:
@@ -137,9 +136,7 @@ def _check_mixing(reading: Reading) -> Finding | None:
     cause = next((why for why, pairs in causes.items() if max(_agreement(b, a) for a, b in pairs) >= AGREES), None)
     if cause is None:
         return None
-    return finding(
-        "label_shift",
-        "fail",
+    return fail(
         {"share_of_labels_that_meet_their_own_logits": _agreement(labels, targets)},
         f"{cause} (seen in {reading.place})",
         "flatten both in the same order: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), without a transpose; "
@@ -148,15 +145,16 @@ def _check_mixing(reading: Reading) -> Finding | None:
     )
 
 
+@check("padding is left out of the loss", "tokens", "batch", group="training")
 def check_pad_in_loss(exam: Examination) -> Outcome:
     """Look for a gradient at padding, then add more padding: the loss must not change."""
-    ids, labels = handed_batch(exam)
+    ids, labels = exam.batch
     if labels.shape != ids.shape or labels.is_floating_point():
         return None
     pad_id = exam.subject.pad_id
     if pad_id is None and not bool((labels == IGNORED).any()):
         how = "pass pad_id=0, the id of padding"
-        return NotChecked("pad_in_loss", "which token is padding is not known", how, "pad_id=0")
+        return NotChecked("which token is padding is not known", how, "pad_id=0")
     reading = read_batch(exam)
     if reading is None or reading.gradient.shape[:2] != ids.shape or _check_mixing(reading) is not None:
         return None
@@ -171,9 +169,7 @@ def _check_gradient_at_padding(exam: Examination, reading: Reading) -> Finding |
     if not bool(padding.any()):
         return None
     share = float(padding.sum()) / float((targets != IGNORED).sum())
-    return finding(
-        "pad_in_loss",
-        "fail",
+    return fail(
         {"padding_share_of_the_loss": share, "tokens_of_padding": int(padding.sum())},
         f"padding takes part in the loss: {share:.0%} of the tokens it averages are padding, which is easy to predict",
         f"set the labels of padding to -100, or write F.cross_entropy(…, ignore_index={pad_id})",
@@ -182,7 +178,7 @@ def _check_gradient_at_padding(exam: Examination, reading: Reading) -> Finding |
 
 def _check_more_padding(exam: Examination) -> Finding | None:
     """Replace the second half by padding, and leave it out: a mean over tokens is the same, one over all places not."""
-    (ids, labels), pad_id = handed_batch(exam), exam.subject.pad_id
+    (ids, labels), pad_id = exam.batch, exam.subject.pad_id
     fill, half = IGNORED if bool((labels == IGNORED).any()) else pad_id, ids.shape[1] // 2
     if fill is None or not bool((labels == fill).any()) or not half:
         return None
@@ -196,9 +192,7 @@ def _check_more_padding(exam: Examination) -> Finding | None:
         return None
     if math.isclose(before, after, rel_tol=1e-4) or not math.isfinite(before):
         return None
-    return finding(
-        "pad_in_loss",
-        "fail",
+    return fail(
         {"loss": before, "loss_with_twice_the_length_in_padding": after},
         "the loss is divided by a number that counts the padding: the more padding a batch has, the smaller its loss "
         "and its gradient",
@@ -209,9 +203,10 @@ def _check_more_padding(exam: Examination) -> Finding | None:
 # -- losses ---------------------------------------------------------------------------------------------------------
 
 
+@check("the first loss is that of a guess, ln V", "batch_or_run", explains="overfit", group="training")
 def check_initial_loss(exam: Examination) -> Finding | None:
     """Compare the first loss with that of a guess without knowledge."""
-    history = exam.handed.history
+    history = exam.extras.history
     if history is not None and history.steps and history.starts_fresh and history.uniform_loss:
         first, uniform = float(history.steps[0]["loss"]), history.uniform_loss
         if int(history.steps[0].get("step", 1)) > 5:
@@ -220,8 +215,8 @@ def check_initial_loss(exam: Examination) -> Finding | None:
             return _initial(
                 first, uniform, "much lower than a guess: the model sees the answer, or the labels are trivial"
             )
-    elif exam.handed.batch is not None:
-        ids, labels = handed_batch(exam)
+    elif exam.extras.batch is not None:
+        ids, labels = exam.batch
         uniform = math.log(exam.output.shape[-1])
         if labels.is_floating_point():
             return None
@@ -235,11 +230,9 @@ def check_initial_loss(exam: Examination) -> Finding | None:
         return None
     if first <= 1.3 * uniform + 0.7:  # a fresh GPT-2 starts at ln V + 0.1
         return None
-    tokens = 0 if exam.handed.batch is None else int((exam.handed.batch[1] != IGNORED).sum())
+    tokens = 0 if exam.extras.batch is None else int((exam.extras.batch[1] != IGNORED).sum())
     if tokens > 4 and abs(first / tokens - uniform) < 0.3 * uniform:
-        return finding(
-            "initial_loss",
-            "fail",
+        return fail(
             {"loss": first, "uniform_guess": uniform, "tokens": tokens, "loss_of_a_token": first / tokens},
             f"the loss is a sum over {tokens} tokens, not their mean: it and its gradient grow with the batch",
             "write F.cross_entropy(…, reduction='mean'), or divide by the number of tokens that are not padding",
@@ -250,9 +243,7 @@ def check_initial_loss(exam: Examination) -> Finding | None:
 
 
 def _initial(first: float, uniform: float, reason: str) -> Finding:
-    return finding(
-        "initial_loss",
-        "fail",
+    return fail(
         {"loss": first, "uniform_guess": uniform},
         f"the loss at the start is {first:.2f}, {reason}",
         "initialize embeddings and the output with a standard deviation of about 0.02, and check what labels are",
@@ -261,7 +252,7 @@ def _initial(first: float, uniform: float, reason: str) -> Finding:
 
 def _check_low_loss(exam: Examination, labels: Tensor, first: float) -> Finding | None:
     """Look for a loss that is below 0 at the start or at perfect answers, or far below the cross-entropy of a guess."""
-    ids, outputs = handed_batch(exam)[0], exam.output.shape[-1]
+    ids, outputs = exam.batch[0], exam.output.shape[-1]
     if labels.dim() != exam.output.dim() - 1:
         return None
     perfect, wrong = perfect_output(exam, labels), perfect_output(exam, (labels + 1).clamp(min=0) % outputs)
@@ -272,9 +263,7 @@ def _check_low_loss(exam: Examination, labels: Tensor, first: float) -> Finding 
         return None
     fix = "write F.cross_entropy(logits.flatten(0, 1), labels.flatten()), without a minus and without a softmax"
     if min(first, lowest) < -1e-3:
-        return finding(
-            "initial_loss",
-            "fail",
+        return fail(
             {"loss": first, "loss_of_perfect_answers": lowest, "cross_entropy": guess},
             f"the loss is negative{'' if first < -1e-3 else ' as soon as the model learns'}: its sign is wrong, or it "
             "is given logits or probabilities where log-probabilities belong",
@@ -285,9 +274,7 @@ def _check_low_loss(exam: Examination, labels: Tensor, first: float) -> Finding 
     is_fresh, share = guess > 0.7 * math.log(outputs), highest / max(mistaken, 1e-6)
     if not is_fresh or not first < 0.5 * guess or not share < 0.7 * first / guess:
         return None
-    return finding(
-        "initial_loss",
-        "warn",
+    return warn(
         {"loss": first, "cross_entropy": guess, "loss_of_wrong_answers": highest},
         f"the loss at the start is {first:.2g}, but the cross-entropy of the same logits is {guess:.2f}, that of a "
         f"guess: this is another loss, which hardly tells wrong answers ({highest:.2g}) from a guess",
@@ -296,11 +283,11 @@ def _check_low_loss(exam: Examination, labels: Tensor, first: float) -> Finding 
     )
 
 
+@check("a few steps learn one batch", "module", "batch", group="training", is_slow=True, max_parameters=3e7)
 def check_overfit(exam: Examination) -> Finding | None:
     """Train a few steps on one batch: its loss must fall."""
-    module = exam.subject.module
-    assert module is not None
-    ids, labels = handed_batch(exam)
+    module = exam.module
+    ids, labels = exam.batch
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters or labels.is_floating_point():
         return None
@@ -330,9 +317,7 @@ def check_overfit(exam: Examination) -> Finding | None:
     if are_probabilities(exam.output):
         cause = ". Its outputs are probabilities, of which the loss takes the softmax again"
         fix = "return logits, without the softmax: F.cross_entropy applies it"
-    return finding(
-        "overfit",
-        "fail",
+    return fail(
         {"loss_before": first, "loss_after": best, "steps": len(losses), "loss_of_label_frequencies": frequencies},
         f"the model cannot learn a single batch: after {len(losses)} steps its loss is still {best:.2f}, not much "
         f"better than the frequencies of the labels without any input ({frequencies:.2f}){cause}",
@@ -348,7 +333,7 @@ def _check_softmax_twice(exam: Examination, labels: Tensor) -> Finding | None:
     perfect = F.one_hot(labels.clamp(min=0), outputs).float()
     is_output = are_probabilities(exam.output)
     has_head = (
-        exam.handed.loss is None and exam.subject.own_loss is not None
+        exam.extras.loss is None and exam.subject.own_loss is not None
     )  # what the head gives, the model goes on with
     scales = (1.0,) if is_output and not has_head else (30.0, 60.0)
     try:
@@ -360,9 +345,7 @@ def _check_softmax_twice(exam: Examination, labels: Tensor) -> Finding | None:
     if blind <= 0 or any(abs(loss / blind - expected) > 1e-3 for loss in lowest):
         return None
     what = "its outputs are probabilities" if is_output else "the loss makes probabilities of the logits"
-    return finding(
-        "overfit",
-        "fail",
+    return fail(
         {"loss_of_perfect_answers": lowest[0], "expected": 0.0, "loss_of_a_guess": blind},
         f"the softmax is taken twice: {what}, and F.cross_entropy takes the softmax of them again, so that the loss "
         f"stays at {lowest[0]:.2f} however good the model is, and its gradients are small",
@@ -377,3 +360,158 @@ def _entropy(labels: Tensor) -> float:
     counts = torch.unique(labels[labels != IGNORED], return_counts=True)[1].double()
     shares = counts / counts.sum()
     return float(-(shares * shares.log()).sum())
+
+
+IGNORED = -100
+FAILURES = (RuntimeError, TypeError, ValueError, IndexError)
+
+
+def default_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy over labels that are not -100."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED)
+
+
+def loss_function(exam: Examination) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the loss of logits and labels: that of the user, that of the model, or cross-entropy."""
+    return exam.extras.loss or exam.subject.own_loss or default_loss
+
+
+def made_up_logits(exam: Examination, ids: Tensor) -> Tensor:
+    """Return logits (B, T, C) of which no two neighbours are equal; those of a longer text begin with the same ones."""
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randn(67, exam.output.shape[-1], generator=generator).to(exam.subject.device)
+    rows, columns = (torch.arange(n, device=ids.device) for n in ids.shape)
+    logits = table[(13 * rows[:, None] + columns) % 67]
+    return logits.softmax(-1) if are_probabilities(exam.output) else logits
+
+
+def perfect_output(exam: Examination, labels: Tensor) -> Tensor:
+    """Return what a perfect model of this kind gives for labels: logits, probabilities or their logarithms."""
+    perfect = F.one_hot(labels.clamp(min=0), exam.output.shape[-1]).float()
+    if are_probabilities(exam.output):
+        return perfect
+    return (30 * perfect).log_softmax(-1) if are_probabilities(exam.output.float().exp()) else 30 * perfect
+
+
+def cross_entropy_of(exam: Examination, output: Tensor, labels: Tensor) -> float:
+    """Return the cross-entropy of an output of the model, whether it is of logits or of probabilities."""
+    return float(default_loss(output.clamp(min=1e-12).log() if are_probabilities(exam.output) else output, labels))
+
+
+def are_probabilities(output: Tensor) -> bool:
+    sums = output.float().sum(-1)
+    return output.shape[-1] > 1 and bool((output >= 0).all()) and bool(((sums - 1).abs() < 1e-2).all())
+
+
+@dataclass
+class Reading:
+    """The gradient (B, T, C) of one loss at the logits of these ids, and where that loss is computed.
+
+    An optimizer goes against it; where it maximizes, the gradient is turned round.
+    """
+
+    ids: Tensor
+    gradient: Tensor
+    place: str
+    labels: Tensor | None = None  # of the batch
+    maximizes: bool = False
+
+    @property
+    def targets(self) -> Tensor:
+        return read_targets(self.gradient)
+
+
+def read_targets(gradient: Tensor) -> Tensor:
+    """Return the class that a loss pulls up at each place, which is its label; -100 where it takes no notice."""
+    return gradient.argmin(-1).masked_fill(gradient.abs().amax(-1) == 0, IGNORED)
+
+
+def read_batch(exam: Examination) -> Reading | None:
+    """Read the loss of the batch; None if it cannot be called or has no gradient."""
+    ids, labels = exam.batch
+    logits = made_up_logits(exam, ids).requires_grad_()
+    try:
+        with torch.enable_grad():
+            loss = loss_function(exam)(logits, labels)
+        gradient = torch.autograd.grad(loss, logits, allow_unused=True)[0]
+    except FAILURES as error:
+        exam.notes.append(f"the loss could not be called as loss(logits, labels): {error!s:.80}")
+        return None
+    return None if gradient is None else Reading(ids, gradient, "the loss", labels)
+
+
+def read_step(exam: Examination) -> Reading | None:
+    """Read the loss inside a training step; None if no logits of its ids are seen."""
+    module, step = exam.subject.module, exam.extras.step
+    if module is None or step is None:
+        return None
+    with restoring(module) as updates, _watching(exam) as seen:
+        step()
+    if not seen:
+        return None
+    optimizers = updates if exam.extras.optimizer is None else [*updates, exam.extras.optimizer]
+    maximizes = any(group.get("maximize") for optimizer in optimizers for group in optimizer.param_groups)
+    ids, gradient = seen[-1]
+    return Reading(ids, -gradient if maximizes else gradient, "the training step", maximizes=maximizes)
+
+
+@contextmanager
+def _watching(exam: Examination) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Give a list to which the ids and the gradient at the logits of each later pass are added."""
+    module, outputs = exam.subject.module, exam.output.shape[-1]
+    assert module is not None
+    ids, logits, seen = list[Tensor](), list[Tensor](), list[tuple[Tensor, Tensor]]()
+
+    def before(_: nn.Module, inputs: tuple[object, ...], options: dict[str, object]) -> None:
+        given = [t for t in (*inputs, *options.values()) if isinstance(t, Tensor) and t.dim() == 2]
+        ids[:] = [t for t in given if not t.is_floating_point()][:1]
+        logits.clear()
+
+    def after(_: nn.Module, inputs: object, output: object) -> None:
+        if ids and isinstance(output, Tensor) and output.shape == (*ids[0].shape, outputs) and output.requires_grad:
+            logits[:] = [output]
+
+    def after_all(_: nn.Module, inputs: object, output: object) -> None:
+        first = output[0] if isinstance(output, tuple | list) and output else output
+        if not logits:
+            after(module, inputs, first)
+        if logits:
+            given = ids[0]
+            logits[0].register_hook(lambda gradient: seen.append((given, gradient.detach())))
+
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
+    handles += [part.register_forward_hook(after) for part in module.modules() if part is not module]
+    handles.append(module.register_forward_hook(after_all))
+    with hooks(handles):
+        yield seen
+
+
+@contextmanager
+def restoring(module: nn.Module) -> Iterator[list[Optimizer]]:
+    """Put weights, buffers and the state of each optimizer that makes a step back after an experiment.
+
+    Gives a list to which an optimizer is added with each step that it makes.
+    """
+    saved = {name: p.detach().clone() for name, p in module.named_parameters()}
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    steps, states = list[Optimizer](), dict[Optimizer, dict[str, Any]]()
+
+    def before_step(optimizer: Optimizer, *_: object) -> None:
+        steps.append(optimizer)
+        if optimizer not in states:
+            states[optimizer] = copy.deepcopy(optimizer.state_dict())
+
+    watch = register_optimizer_step_pre_hook(before_step)
+    try:
+        yield steps
+    finally:
+        watch.remove()
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                p.copy_(saved[name])
+                p.grad = None
+            for name, buffer in module.named_buffers():
+                if name in buffers and buffers[name].shape == buffer.shape:
+                    buffer.copy_(buffers[name])
+        for optimizer, state in states.items():
+            optimizer.load_state_dict(state)
