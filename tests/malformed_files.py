@@ -24,7 +24,7 @@ import monoblock as mb
 from monoblock.errors import MonoblockError
 from monoblock.interop.convert import pickle_to_safetensors
 from monoblock.interop.huggingface.export import export_hf
-from monoblock.interop.safetensors_reader import open_weights
+from monoblock.interop.weights import open_weights
 from monoblock.model import Transformer
 from monoblock.tokenizers.chat_template import render_chat
 from monoblock.tokenizers.tokenizer import Tokenizer

@@ -35,7 +35,7 @@ from monoblock.experiments.frame.results import read_results
 from monoblock.experiments.frame.rules import Rule, Verdict
 from monoblock.experiments.names import EXPERIMENTS
 from monoblock.experiments.table import load_experiment
-from monoblock.interop.huggingface.families import FAMILIES as PUBLISHED_FAMILIES
+from monoblock.interop.huggingface.load import FAMILIES as PUBLISHED_FAMILIES
 from monoblock.recipes.key_table import SectionDescription, list_sections
 from monoblock.recipes.schema import FAMILIES
 from monoblock.tasks.table import TASKS

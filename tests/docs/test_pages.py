@@ -9,7 +9,7 @@ from reference_pages import build_reference, list_public_names, render_docstring
 from site_pages import ROOT, find_line, link_pages, page_path
 
 import monoblock
-from monoblock.interop.huggingface.families import FAMILIES
+from monoblock.interop.huggingface.load import FAMILIES
 
 PIXEL = "iVBORw0KGgo="
 

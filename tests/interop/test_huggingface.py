@@ -20,8 +20,8 @@ from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig
 from monoblock.config.presets import PRESETS, preset
 from monoblock.errors import ConfigError, FileError, InputError
-from monoblock.interop.huggingface.config_tree import config_difference, config_to_tree, tree_to_config
 from monoblock.interop.huggingface.export import choose_family, export_hf
+from monoblock.interop.huggingface.field_rules import config_difference, config_to_tree, tree_to_config
 from monoblock.interop.rename import (
     CODEGEN_QKV,
     CONV1D,
@@ -38,7 +38,7 @@ from monoblock.interop.rename import (
     Rule,
     map_weights,
 )
-from monoblock.interop.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
+from monoblock.interop.weights import INDEX_FILE, WEIGHTS_FILE
 from monoblock.model import Transformer
 
 

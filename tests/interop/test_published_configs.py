@@ -17,9 +17,8 @@ import torch
 
 from monoblock.accounting.report import account
 from monoblock.errors import FileError, InputError, MonoblockError
-from monoblock.interop.huggingface.families import FAMILIES
 from monoblock.interop.huggingface.field_rules import is_harmless
-from monoblock.interop.huggingface.load import config_from_hf, find_family
+from monoblock.interop.huggingface.load import FAMILIES, config_from_hf, find_family
 from monoblock.model import Transformer
 
 DATA = Path(__file__).with_name("data")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save, save_file
 
 import monoblock as mb
-from monoblock.interop.safetensors_reader import DTYPES, open_weights, read_header
+from monoblock.interop.weights import DTYPES, open_weights, read_header
 from monoblock.untrusted_files import parse_json, read_json, safe_join
 
 

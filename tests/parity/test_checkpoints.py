@@ -19,7 +19,7 @@ from monoblock.interop.convert import open_model, pickle_to_safetensors
 from monoblock.interop.gguf.reader import GgufWeights
 from monoblock.interop.gguf.writer import save_gguf
 from monoblock.interop.rename import QKV_ROWS, Rule, map_weights, qkv_names
-from monoblock.interop.safetensors_reader import SafetensorsWeights
+from monoblock.interop.weights import SafetensorsWeights
 from monoblock.model import Transformer
 from monoblock.tokenizers.formats.gguf_header import read_gguf_header
 

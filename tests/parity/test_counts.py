@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 from monoblock.accounting.report import account  # noqa: E402
 from monoblock.config.presets import preset  # noqa: E402
-from monoblock.interop.huggingface.config_tree import config_difference  # noqa: E402
+from monoblock.interop.huggingface.field_rules import config_difference  # noqa: E402
 from monoblock.interop.huggingface.load import find_family  # noqa: E402
 
 

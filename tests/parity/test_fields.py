@@ -8,9 +8,8 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from monoblock.errors import MonoblockError  # noqa: E402
-from monoblock.interop.huggingface.config_tree import MISSING  # noqa: E402
-from monoblock.interop.huggingface.families import FAMILIES  # noqa: E402
-from monoblock.interop.huggingface.field_rules import is_harmless  # noqa: E402
+from monoblock.interop.huggingface.field_rules import MISSING, is_harmless  # noqa: E402
+from monoblock.interop.huggingface.load import FAMILIES  # noqa: E402
 
 
 def default_config(model_type):

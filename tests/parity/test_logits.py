@@ -21,7 +21,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 from monoblock.config.model import EmbeddingConfig, FramesConfig  # noqa: E402
 from monoblock.interop.huggingface.export import export_hf  # noqa: E402
-from monoblock.interop.huggingface.families import FAMILIES  # noqa: E402
+from monoblock.interop.huggingface.load import FAMILIES  # noqa: E402
 from monoblock.model import Transformer  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12}  # fine enough to tell a norm's eps of 1e-12 from 1e-11

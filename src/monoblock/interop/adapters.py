@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from monoblock.errors import FileError, InputError
-from monoblock.interop.adapter_head import (
-    HEAD_PREFIX,
-    LORA_WEIGHT,
-    PEFT_PREFIX,
-    PEFT_TASK_TYPES,
-    build_stored_head,
-    collect_head_weights,
-    describe_head,
-    load_head_weights,
-)
-from monoblock.interop.adapter_names import AdapterNames, build_adapter_names, module_names
+from monoblock.config.model import HeadConfig, ModelConfig
+from monoblock.config.schema import from_dict, to_dict
+from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.interop.huggingface.export import choose_family
 from monoblock.interop.labels import write_labels
-from monoblock.interop.rename import CONV1D, CONV1D_QKV, TensorMapping
-from monoblock.interop.safetensors_reader import SafetensorsWeights
-from monoblock.interop.weights_writer import commit_file
+from monoblock.interop.rename import CONV1D, CONV1D_QKV, AttentionShape, TensorMapping, map_weights
+from monoblock.interop.weights import SafetensorsWeights, build_on_meta, commit_file
 from monoblock.nn.arguments import check_model
+from monoblock.nn.heads import Head
 from monoblock.nn.lora import LoraLinear, linear_shape, lora_layers, replace_module
 from monoblock.nn.transformer import Transformer
 from monoblock.untrusted_files import (
@@ -74,7 +67,7 @@ def save_adapter(
     """Write the adapters of a model, and its other trained weights such as those of a new head, as peft does.
 
     base: the name or path of the model that the adapters were trained for.
-    digest: identifies the weights of that model (digest.py).
+    digest: identifies the weights of that model (`compute_digest`).
     labels: the class names of the head.
     """
     check_model(model, Transformer, "save_adapter")
@@ -328,3 +321,125 @@ def _lora_scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
     matches = (value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?{re.escape(key)}", name))
     alpha = float(next(matches, config["lora_alpha"]))
     return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
+
+
+# -- names of modules --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AdapterNames:
+    """The correspondence between our weight names and the names in an adapter file."""
+
+    mappings: list[TensorMapping]
+    prefix: str = ""  # with which all names of the family begin except the head's, such as "model."
+    omitted_prefix: str = ""  # equal to `prefix` if the class of this model stores names without it, else empty
+
+    def module_name(self, mapping: TensorMapping) -> str:
+        return mapping.theirs[0].removesuffix(".weight").removeprefix(self.omitted_prefix)
+
+    def find(self, name: str) -> TensorMapping | None:
+        """Return the mapping of a module, given its name in the file with or without `prefix`; None if unknown."""
+        table = {mapping.theirs[0].removesuffix(".weight"): mapping for mapping in self.mappings}
+        return table.get(name) or table.get(self.prefix + name)
+
+
+def build_adapter_names(config: ModelConfig) -> AdapterNames:
+    config = replace(config, quantize=None)
+    state = build_on_meta(Transformer, config, 10**6).state_dict()
+    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    try:
+        family, class_name, _ = choose_family(config)
+    except ConfigError:
+        return AdapterNames([TensorMapping((key,), (key,), None, AttentionShape()) for key in shapes])
+    mappings = list(map_weights(family.weight_rules(config, class_name), shapes, config))
+    return AdapterNames(mappings, family.prefix, family.prefix if class_name in family.unprefixed_classes else "")
+
+
+def module_names(mapping: TensorMapping) -> list[str]:
+    """Return our module names in a mapping; there are several if the family stores them as one matrix."""
+    return [key.removesuffix(".weight") for key in mapping.ours if key.endswith(".weight")]
+
+
+# -- the head of an adapter --------------------------------------------------------------------------------------------
+
+
+HEAD_KEY = "monoblock_head"  # key in the metadata of the weights file, which peft ignores
+HEAD_PREFIX = "head."
+PEFT_PREFIX = "base_model.model."
+PEFT_TASK_TYPES = {
+    "classifier": "SEQ_CLS",
+    "regression": "SEQ_CLS",
+    "tagger": "TOKEN_CLS",
+    "spans": "QUESTION_ANS",
+}
+LORA_WEIGHT = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+
+
+def describe_head(config: ModelConfig) -> dict[str, str]:
+    """Return the metadata of an adapter file that describe the head of a model."""
+    if config.head is None:
+        return {}
+    return {HEAD_KEY: json.dumps({"head": to_dict(config.head), "tie": config.tie})}
+
+
+def collect_head_weights(model: Transformer, names: AdapterNames) -> dict[str, Tensor]:
+    """Return the trained weights that are not adapters, by their names in the file.
+
+    A head whose kind is in PEFT_TASK_TYPES is always included.
+    """
+    state = model.state_dict()
+    has_classifier = model.config.head is not None and model.config.head.kind in PEFT_TASK_TYPES
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    trained |= {name for name in state if has_classifier and name.startswith(HEAD_PREFIX)}
+    weights: dict[str, Tensor] = {}
+    for mapping in names.mappings:
+        if trained & set(mapping.ours):  # adapters have no mapping, so they are left out
+            tensors = mapping.save([state[key] for key in mapping.ours])
+            keys = [key.removeprefix(names.omitted_prefix) for key in mapping.theirs]
+            weights |= dict(zip(keys, tensors, strict=True))
+    return weights
+
+
+def build_stored_head(model: Transformer, metadata: Mapping[str, str], folder: Path) -> tuple[ModelConfig, Head] | None:
+    """Build the head that an adapter was trained with, and the configuration of the model with it.
+
+    Return None if the model has this head already, or if the file does not describe its head.
+    """
+    text = metadata.get(HEAD_KEY)
+    if text is None:
+        return None
+    try:
+        data = json.loads(text)
+        config = replace(model.config, head=from_dict(HeadConfig, data["head"], "head"), tie=data["tie"])
+    except (ConfigError, ValueError, TypeError, KeyError) as error:
+        raise FileError(f"{folder}: the head of this adapter does not fit: {error}") from None
+    if config == model.config:
+        return None
+    dtype = next((weight.dtype for weight in model.parameters()), torch.float32)
+    return config, Head(config).to(model.device, dtype).train(model.training)
+
+
+def load_head_weights(
+    state: Mapping[str, Tensor], names: AdapterNames, stored: SafetensorsWeights, folder: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (our name, tensor) for stored weights that are not adapters, such as those of a new head.
+
+    state: the weights of the model, by our names.
+    """
+    unprefixed = {key.removeprefix(PEFT_PREFIX): key for key in stored}
+    keys = {name: key for name, key in unprefixed.items() if not LORA_WEIGHT.fullmatch(name)}
+    known = {names.prefix + key: key for key in keys} | {key: key for key in keys}
+    for mapping in names.mappings:
+        if any(name in known for name in mapping.theirs):
+            tensors = mapping.load([stored[keys.pop(known[name])] for name in mapping.theirs])
+            for key, tensor in zip(mapping.ours, tensors, strict=True):
+                if state[key].shape != tensor.shape:
+                    name = short_repr(mapping.theirs[0])
+                    shapes = f"{tuple(tensor.shape)}, but {tuple(state[key].shape)} in this model"
+                    raise FileError(f"{folder} is an adapter for another model: {name} has shape {shapes}")
+                yield key, tensor
+    if keys:
+        raise FileError(
+            f"{folder} is an adapter for another model: this model has no {short_repr(min(keys))}; "
+            "give a model with the head that the adapter was trained with"
+        )

@@ -24,8 +24,8 @@ from monoblock.config.model import EmbeddingConfig, FramesConfig, PatchConfig
 from monoblock.errors import MonoblockError
 from monoblock.interop.convert import SourceModel, read_model_type
 from monoblock.interop.folder import CONFIG_FILE, load_model
-from monoblock.interop.safetensors_reader import INDEX_FILE, open_weights
 from monoblock.interop.tokenizer_folder import vocab_size
+from monoblock.interop.weights import INDEX_FILE, open_weights
 from monoblock.untrusted_files import read_json, safe_join
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from monoblock.errors import FileError
 from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
 from monoblock.interop.huggingface.load import find_family
 from monoblock.interop.labels import LABELS_FILE, read_labels
-from monoblock.interop.safetensors_reader import INDEX_FILE, RUN_RECIPE_FILE, WEIGHTS_FILE, open_weights
+from monoblock.interop.weights import INDEX_FILE, RUN_RECIPE_FILE, WEIGHTS_FILE, open_weights
 from monoblock.tokenizers.formats.gguf_tokenizer import has_gguf_tokenizer
 from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary
 from monoblock.tokenizers.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from monoblock.interop.companions import MAX_FILE_BYTES, OTHER_FILES, TOKENIZER_
 from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, load_model, read_config, save_model
 from monoblock.interop.huggingface.export import choose_family, export_hf
 from monoblock.interop.labels import LABELS_FILE, read_labels, write_labels
-from monoblock.interop.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
+from monoblock.interop.weights import INDEX_FILE, WEIGHTS_FILE
 from monoblock.untrusted_files import has_file, read_bytes, read_json, safe_join
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def merge_adapter(source: SourceModel, adapter: str | Path | None) -> Iterator[S
         yield source
         return
     from monoblock.interop.adapters import load_adapter, read_base_digest
-    from monoblock.interop.digest import compute_body_digest
+    from monoblock.interop.weights import compute_body_digest
 
     digest = compute_body_digest(source.model)
     load_adapter(source.model, adapter)

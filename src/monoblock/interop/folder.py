@@ -20,9 +20,15 @@ from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.interop.companions import Companions, cast, choose_dtype, read_companions, stored_size
 from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
 from monoblock.interop.hub import resolve_model_path
-from monoblock.interop.safetensors_reader import build_on_meta, open_weights
-from monoblock.interop.weights_reader import WeightParts, WeightReader, split_weights
-from monoblock.interop.weights_writer import MAX_SHARD_SIZE, save_weights
+from monoblock.interop.weights import (
+    MAX_SHARD_SIZE,
+    WeightParts,
+    WeightReader,
+    build_on_meta,
+    open_weights,
+    save_weights,
+    split_weights,
+)
 from monoblock.quantization.convert import build_quantized, merge_adapters, stored_dtypes
 from monoblock.untrusted_files import has_file, read_json, reading, safe_join, write_atomically
 

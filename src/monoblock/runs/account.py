@@ -94,7 +94,7 @@ def config_of_recipe(what: str, overrides: Overrides = ()) -> ModelConfig | Recu
 
 def _stored_weights(folder: Path) -> dict[str, int]:
     """Return the number of elements of each trained weight in a folder, from the headers of its files."""
-    from monoblock.interop.safetensors_reader import open_weights
+    from monoblock.interop.weights import open_weights
 
     shapes = open_weights(folder).shapes
     return {name: math.prod(shape) for name, shape in shapes.items() if not NOT_TRAINED.fullmatch(name)}
@@ -109,7 +109,7 @@ def _compare(config: ModelConfig | RecurrentConfig, weights: Mapping[str, int]) 
     if is_quantized or sum(weights.values()) == account_config(config).parameters:
         return {}
     from monoblock.baselines.lstm import Recurrent
-    from monoblock.interop.safetensors_reader import build_on_meta
+    from monoblock.interop.weights import build_on_meta
     from monoblock.model import Transformer
 
     kind: Any = Transformer if isinstance(config, ModelConfig) else Recurrent

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError
-from monoblock.interop.digest import compute_body_digest
+from monoblock.interop.weights import compute_body_digest
 from monoblock.kernels.fp8_linear import SIZE_MULTIPLE
 from monoblock.model import Transformer
 from monoblock.nn.stack import Stack

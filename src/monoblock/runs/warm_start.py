@@ -19,10 +19,10 @@ from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.interop.companions import read_published_fields
-from monoblock.interop.digest import compute_digest
 from monoblock.interop.folder import load_model
 from monoblock.interop.labels import read_labels
 from monoblock.interop.tokenizer_folder import load_tokenizer
+from monoblock.interop.weights import compute_digest
 from monoblock.model import Transformer
 from monoblock.recipes.stored_config import FRESH_HEAD, read_stored_config, resolve_model_folder
 from monoblock.runs.generation_config import DECODER_START_KEY, read_generation_defaults, read_stored_settings

@@ -20,9 +20,17 @@ from monoblock.config.preset_blocks import GEMMA_RMS_NORM
 from monoblock.config.presets import preset
 from monoblock.config.schema import from_dict, to_dict
 from monoblock.errors import ConfigError
-from monoblock.interop.huggingface.config_tree import ConfigTree, get_value, resolve_sizes
 from monoblock.interop.huggingface.family import LM_HEAD, Family
-from monoblock.interop.huggingface.field_rules import Constant, Field, FieldGroup, FieldRule, FixedField
+from monoblock.interop.huggingface.field_rules import (
+    ConfigTree,
+    Constant,
+    Field,
+    FieldGroup,
+    FieldRule,
+    FixedField,
+    get_value,
+    resolve_sizes,
+)
 from monoblock.interop.rename import QKV_ROWS, AttentionShape, Rule, TensorTransform, qkv_names
 from monoblock.nn.positions import rotary_frequencies
 

@@ -16,40 +16,45 @@ from monoblock.config.preset_blocks import GEMMA_RMS_NORM, PYTHIA_BLOCK, build_d
 from monoblock.config.presets import preset
 from monoblock.config.schema import to_dict
 from monoblock.interop.huggingface import weight_rules as w
-from monoblock.interop.huggingface.config_tree import ConfigTree, get_value, set_value
 from monoblock.interop.huggingface.family import LM_HEAD, LM_HEAD_BIAS, Family, head_tree, override, without
 from monoblock.interop.huggingface.field_converters import (
     FULL,
     SLIDING,
     activation,
+    all_biases,
     every_nth,
+    expert_layers,
+    falcon_layers,
     feedforward_ratio,
     feedforward_size,
     flag,
+    gpt2_attention_scale,
+    gpt_neo_layers,
     inverse,
     inverse_sqrt,
     layer_types,
-    num_labels,
-    optional_window,
-    qwen_layer_types,
-    unused_field,
-)
-from monoblock.interop.huggingface.field_rules import Constant, Field, FieldGroup, FieldRule, FixedField
-from monoblock.interop.huggingface.layer_fields import (
-    all_biases,
-    expert_layers,
-    falcon_layers,
-    falcon_rotary,
-    gpt2_attention_scale,
-    gpt_neo_layers,
     logit_softcap,
     mpt_attention,
     no_rope_layers,
+    num_labels,
     opt_embedding_size,
     opt_norms,
+    optional_window,
     qk_norm,
+    qwen_layer_types,
+    unused_field,
 )
-from monoblock.interop.huggingface.rotary import rotary
+from monoblock.interop.huggingface.field_rules import (
+    ConfigTree,
+    Constant,
+    Field,
+    FieldGroup,
+    FieldRule,
+    FixedField,
+    get_value,
+    set_value,
+)
+from monoblock.interop.huggingface.rotary import falcon_rotary, rotary
 
 BLOCK, ATTN, FFN = "decoder.*", "decoder.*.attention", "decoder.*.feedforward"
 LLAMA_TEMPLATE = llama(vocab=8, width=8, depth=1, heads=1, context=8)

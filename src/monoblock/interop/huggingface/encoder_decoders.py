@@ -10,7 +10,6 @@ from monoblock.config.model import Learned, ModelConfig, NormConfig, Sinusoid
 from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError
 from monoblock.interop.huggingface import weight_rules as w
-from monoblock.interop.huggingface.config_tree import ConfigTree, get_value, set_value
 from monoblock.interop.huggingface.family import LM_HEAD, LM_HEAD_FIXED_BIAS, Family
 from monoblock.interop.huggingface.field_converters import (
     ACTIVATIONS,
@@ -20,7 +19,15 @@ from monoblock.interop.huggingface.field_converters import (
     unused_field,
     write_activation,
 )
-from monoblock.interop.huggingface.field_rules import Constant, Field, FieldGroup, FieldRule
+from monoblock.interop.huggingface.field_rules import (
+    ConfigTree,
+    Constant,
+    Field,
+    FieldGroup,
+    FieldRule,
+    get_value,
+    set_value,
+)
 from monoblock.untrusted_files import short_repr
 
 T5_TEMPLATE = t5(vocab=8, width=8, depth=1, heads=1, context=8)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from monoblock.config.model import ModelConfig
+from monoblock.config.model import EmbeddingConfig, Learned, ModelConfig, Sinusoid
 from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.errors import ConfigError, FileError, InputError, did_you_mean
 from monoblock.interop.companions import (
@@ -25,15 +27,13 @@ from monoblock.interop.companions import (
     stored_size,
 )
 from monoblock.interop.folder import CONFIG_FILE, parse_dtype
-from monoblock.interop.huggingface.config_tree import config_difference
-from monoblock.interop.huggingface.equivalents import Form, equivalent_forms
-from monoblock.interop.huggingface.families import FAMILIES
 from monoblock.interop.huggingface.family import Family
-from monoblock.interop.huggingface.field_rules import is_harmless
-from monoblock.interop.huggingface.load import find_family
+from monoblock.interop.huggingface.field_rules import config_difference, is_harmless
+from monoblock.interop.huggingface.load import FAMILIES, find_family
 from monoblock.interop.rename import TensorMapping, map_weights
-from monoblock.interop.weights_writer import MAX_SHARD_SIZE, TensorFactory, save_weights
+from monoblock.interop.weights import MAX_SHARD_SIZE, TensorFactory, save_weights
 from monoblock.nn.arguments import check_model
+from monoblock.nn.positions import sinusoid
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import dequantize, merge_adapters
 from monoblock.untrusted_files import write_atomically
@@ -219,3 +219,106 @@ class _LazyTensors:
             return cast(tensor, self.dtype)
 
         return take
+
+
+# -- equivalent configurations -----------------------------------------------------------------------------------------
+
+
+Weights = dict[str, Tensor]
+# The axis of a weight that is the residual stream, by the end of its name; the first pattern that matches decides.
+RESIDUAL_AXES = (
+    ("*norm.weight", 0),
+    ("*norm.bias", 0),
+    ("*.token.weight", 1),
+    ("head.output.weight", 1),
+    ("*coder.*.output.*", 0),
+    ("*.down.*", 0),
+    ("*coder.*.weight", 1),  # query, key, value, up and gate read it
+)
+
+
+class Form(NamedTuple):
+    """A configuration, and the function that converts the weights of the model to it."""
+
+    config: ModelConfig
+    convert: Callable[[Weights], Weights]
+
+
+def equivalent_forms(config: ModelConfig, special_token_ids: Mapping[str, int]) -> Iterator[Form]:
+    """Yield other forms of a model, each of which some family may be able to express.
+
+    special_token_ids: fields of config.json such as pad_token_id, with their values.
+    """
+    source, positions = config.input, getattr(config.input, "positions", None)
+    if not isinstance(source, EmbeddingConfig) or config.head is None:
+        return
+    pad = special_token_ids.get("pad_token_id")
+    if config.family == "encoder-only" and positions == Learned() and pad is not None:
+        yield _offset_positions(config, source, pad + 1)
+    if config.family == "encoder-decoder" and isinstance(positions, Sinusoid) and source.context is not None:
+        config, convert = _separate_target(config, source)
+        if positions == Sinusoid() and config.width % 2 == 0:
+            yield _reorder_sinusoids(config, convert)
+        yield _store_positions(config, convert)
+
+
+def _offset_positions(config: ModelConfig, source: EmbeddingConfig, offset: int) -> Form:
+    """Number positions from `offset` on, as RoBERTa does; the rows of the table before it are not used."""
+
+    def convert(weights: Weights) -> Weights:
+        table = weights["input.position.weight"]
+        return weights | {"input.position.weight": torch.cat([table.new_zeros(offset, table.shape[1]), table])}
+
+    return Form(replace(config, input=replace(source, positions=Learned(offset=offset))), convert)
+
+
+def _separate_target(config: ModelConfig, source: EmbeddingConfig) -> Form:
+    """Give source and target one configuration each, and the output a bias of zeros."""
+    assert config.head is not None
+    target = config.target or source
+    head = replace(config.head, bias="fixed") if config.head.bias == "none" else config.head
+
+    def convert(weights: Weights) -> Weights:
+        if head == config.head:
+            return weights
+        token = weights.get("target.token.weight", weights["input.token.weight"])
+        return weights | {"head.fixed_bias": token.new_zeros(target.vocab)}
+
+    return Form(replace(config, target=target, head=head), convert)
+
+
+def _reorder_sinusoids(config: ModelConfig, convert: Callable[[Weights], Weights]) -> Form:
+    """Put all sines before all cosines, as Marian does, by reordering the features of the whole residual stream."""
+    halves = Sinusoid(form="halves")
+    order = torch.arange(config.width).view(-1, 2).T.flatten()  # 0, 2, 4, …, 1, 3, 5, …
+
+    def reorder(weights: Weights) -> Weights:
+        reordered = {}
+        for name, tensor in convert(weights).items():
+            axis = next((axis for pattern, axis in RESIDUAL_AXES if fnmatchcase(name, pattern)), None)
+            reordered[name] = tensor if axis is None else tensor.index_select(axis, order.to(tensor.device))
+        return reordered
+
+    return Form(_with_positions(config, halves), reorder)
+
+
+def _store_positions(config: ModelConfig, convert: Callable[[Weights], Weights]) -> Form:
+    """Store the sinusoids as a table, as Pegasus does."""
+
+    def store(weights: Weights) -> Weights:
+        weights = convert(weights)
+        token = weights["input.token.weight"]
+        for name, part in (("input", config.input), ("target", config.target)):
+            assert isinstance(part, EmbeddingConfig)
+            assert isinstance(part.positions, Sinusoid)
+            assert part.context is not None
+            positions = torch.arange(part.context, device=token.device)
+            weights[f"{name}.position.weight"] = sinusoid(positions, config.width, part.positions).to(token.dtype)
+        return weights
+
+    return Form(_with_positions(config, Learned()), store)
+
+
+def _with_positions(config: ModelConfig, positions: Learned | Sinusoid) -> ModelConfig:
+    parts = {"input": config.input, "target": config.target}
+    return replace(config, **{name: replace(part, positions=positions) for name, part in parts.items()})  # type: ignore

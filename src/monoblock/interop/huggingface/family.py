@@ -11,14 +11,18 @@ from monoblock.config.model import HeadConfig, ModelConfig
 from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError, FileError
-from monoblock.interop.huggingface.config_tree import (
+from monoblock.interop.huggingface.field_rules import (
     MISSING,
     ConfigTree,
+    FieldRule,
+    check_fields,
     config_difference,
+    is_harmless,
+    read_fields,
     resolve_sizes,
     tree_to_config,
+    write_fields,
 )
-from monoblock.interop.huggingface.field_rules import FieldRule, check_fields, is_harmless, read_fields, write_fields
 from monoblock.interop.rename import Rule
 
 

@@ -19,18 +19,34 @@ from torch import Tensor
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.errors import FileError, did_you_mean
-from monoblock.interop.huggingface.families import FAMILIES, UNSUPPORTED_FAMILIES
+from monoblock.interop.huggingface.decoders import DECODERS
+from monoblock.interop.huggingface.encoder_decoders import SEQ2SEQ
+from monoblock.interop.huggingface.encoders import ENCODERS
 from monoblock.interop.huggingface.family import Family
 from monoblock.interop.huggingface.field_rules import without_fields
+from monoblock.interop.huggingface.vision_audio import VISION_AUDIO
 from monoblock.interop.rename import SUFFIXES, Rule, TensorMapping, map_weights
-from monoblock.interop.safetensors_reader import SafetensorsWeights, build_on_meta
-from monoblock.interop.weights_reader import WeightReader, split_weights
+from monoblock.interop.weights import SafetensorsWeights, WeightReader, build_on_meta, split_weights
 from monoblock.untrusted_files import short_repr
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from monoblock.nn.transformer import Transformer
+
+
+# Families that are asked for, and why the block cannot compute them.
+DISENTANGLED = "each head adds scores between contents and relative positions, which the block does not have"
+LATENT = "its attention keeps a latent vector for keys and values (MLA), which the block does not have"
+UNSUPPORTED_FAMILIES = {
+    "deberta": DISENTANGLED,
+    "deberta-v2": DISENTANGLED,
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "kimi_k2": LATENT,
+    "minicpm3": LATENT,
+}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*DECODERS, *ENCODERS, *SEQ2SEQ, *VISION_AUDIO)}
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from monoblock.errors import ConfigError
-from monoblock.interop.huggingface.config_tree import ConfigTree, get_value
 from monoblock.interop.huggingface.field_converters import FULL, SLIDING
-from monoblock.interop.huggingface.field_rules import FieldGroup
+from monoblock.interop.huggingface.field_rules import ConfigTree, FieldGroup, get_value
 from monoblock.untrusted_files import short_repr
 
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
@@ -189,3 +188,17 @@ def rotary(
         stack, base, partial, layer_bases, original_context, fraction_key, full_theta_key, sliding_theta_key
     )
     return FieldGroup(defaults, rope.read, rope.write)
+
+
+def falcon_rotary() -> FieldGroup:
+    """Return the rule that converts Falcon's rotary positions; it changes nothing in a model with ALiBi."""
+    rule = rotary()
+
+    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
+        if get_value(tree, "decoder.*.attention.positions")["kind"] == "rotary":
+            rule.read(fields, tree)
+
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        return rule.write(tree) if get_value(tree, "decoder.*.attention.positions")["kind"] == "rotary" else {}
+
+    return FieldGroup(rule.defaults, read, write)

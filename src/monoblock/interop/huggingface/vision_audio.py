@@ -9,11 +9,19 @@ from typing import Any
 from monoblock.config.families import bart, gpt, vit
 from monoblock.config.model import FramesConfig, ModelConfig
 from monoblock.interop.huggingface import weight_rules as w
-from monoblock.interop.huggingface.config_tree import ConfigTree, get_value, set_value
 from monoblock.interop.huggingface.encoder_decoders import PRE_NORM, all_attentions, bart_fields, is_gated
 from monoblock.interop.huggingface.family import LM_HEAD, Family, head_tree, override, without
 from monoblock.interop.huggingface.field_converters import activation, flag, num_labels, unused_field
-from monoblock.interop.huggingface.field_rules import Constant, Field, FieldGroup, FieldRule, FixedField
+from monoblock.interop.huggingface.field_rules import (
+    ConfigTree,
+    Constant,
+    Field,
+    FieldGroup,
+    FieldRule,
+    FixedField,
+    get_value,
+    set_value,
+)
 
 BLOCK, ATTN, FFN = "encoder.*", "encoder.*.attention", "encoder.*.feedforward"
 VIT_TEMPLATE = vit(image=8, patch=4, width=8, depth=1, heads=1, classes=2)

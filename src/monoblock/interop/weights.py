@@ -1,4 +1,4 @@
-"""Read untrusted safetensors files: the header of a file is checked completely before any tensor is read.
+"""Read and write weights as safetensors; the header of an untrusted file is checked before any tensor is read.
 
     weights = open_weights(folder)            # model.safetensors, or the shards of model.safetensors.index.json
     weights.shapes["lm_head.weight"]          # known from the headers alone
@@ -11,21 +11,29 @@ tensor that is missing or stored in two shards.
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig
 from monoblock.errors import FileError
-from monoblock.untrusted_files import MB, has_file, parse_json, read_json, safe_join, short_repr
+from monoblock.untrusted_files import MB, has_file, open_to_write, parse_json, read_json, safe_join, short_repr
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 RUN_RECIPE_FILE = "recipe.toml"  # the recipe of a training run, which gets its weights when it has finished
@@ -274,3 +282,190 @@ def _open_shards(folder: str | Path) -> SafetensorsWeights:
     if extra is not None:
         raise FileError(f"{index} does not list {short_repr(extra)}, but {weights.file_of[extra].name} contains it")
     return weights
+
+
+# -- reading in a chosen dtype -----------------------------------------------------------------------------------------
+
+
+REMAP_BYTES = 2**22  # least number of bytes read through a mapping before it is reopened
+REMAPS_PER_MODEL = 32  # about how often a large file is mapped again
+TensorFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def identity(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors
+
+
+def _reopen(weights: SafetensorsWeights) -> SafetensorsWeights:
+    """Return the same weights with files that are mapped again on access; the headers are not read again."""
+    reopened = copy.copy(weights)
+    reopened._open_files = {}
+    return reopened
+
+
+def without_rest(tensor: Tensor) -> Tensor:
+    """Return a tensor that keeps no memory in use but its own."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+class WeightReader:
+    """Read stored tensors, transform them and convert them to one dtype on one device."""
+
+    def __init__(self, weights: SafetensorsWeights, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.weights, self.dtype, self.device = weights, dtype, torch.device(device)
+        self.temporary_weights, self.bytes_read = _reopen(weights), 0
+        self.remap_bytes = max(REMAP_BYTES, weights.nbytes // REMAPS_PER_MODEL)
+
+    def load(self, keys: Sequence[str], transform: TensorFunction = identity) -> Sequence[Tensor]:
+        """Apply `transform` to the tensors with these names; return its results in `self.dtype` on `self.device`."""
+        for key in keys:
+            dtype = self.weights.entries[key].dtype
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                raise FileError(f"{short_repr(key)} has dtype {dtype}, but weights must be floating-point")
+        tensors = self._read_tensors(self.temporary_weights, keys, transform)
+        if len(keys) == 1 and all(self._can_be_view(tensor) for tensor in tensors):
+            return self._read_tensors(self.weights, keys, transform)
+        if len(keys) > 1:  # the transform has copied the tensors to new memory
+            converted = [without_rest(t).to(self.device, self.dtype).contiguous() for t in tensors]
+            self._count_bytes(sum(tensor.nbytes for tensor in tensors))
+            return converted
+        shapes = [tensor.shape for tensor in tensors]
+        del tensors
+        return [self._load_by_rows(keys, transform, index, shape) for index, shape in enumerate(shapes)]
+
+    def _load_by_rows(self, keys: Sequence[str], transform: TensorFunction, index: int, shape: torch.Size) -> Tensor:
+        """Return result number `index` of the transform, which has this shape, converted a block of rows at a time."""
+        result = torch.empty(shape, dtype=self.dtype, device=self.device)
+        size = self.weights.entries[keys[0]].dtype.itemsize * shape.numel()
+        rows = max(1, self.remap_bytes * shape[0] // size) if shape.numel() else 1
+        for start in range(0, shape[0], rows):
+            block = self._read_tensors(self.temporary_weights, keys, transform)[index][start : start + rows]
+            result[start : start + rows].copy_(block)
+            self._count_bytes(block.nbytes)
+        return result
+
+    def _count_bytes(self, nbytes: int) -> None:
+        self.bytes_read += nbytes
+        if self.bytes_read > self.remap_bytes:
+            self.temporary_weights, self.bytes_read = _reopen(self.weights), 0
+
+    def _can_be_view(self, tensor: Tensor) -> bool:
+        return tensor.dtype == self.dtype and self.device.type == "cpu" and tensor.is_contiguous()
+
+    @staticmethod
+    def _read_tensors(weights: SafetensorsWeights, keys: Sequence[str], transform: TensorFunction) -> Sequence[Tensor]:
+        tensors = [weights[key] for key in keys]
+        try:
+            return transform(tensors)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:100]
+            raise FileError(
+                f"{short_repr(keys[0])} of shape {weights.shapes[keys[0]]} does not fit the configuration: {reason}"
+            ) from None
+
+
+# -- the parts of weights that a process reads -------------------------------------------------------------------------
+
+
+class WeightParts(Protocol):
+    def select(self, names: Sequence[str], weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return views of the parts of these weights that this process stores."""
+        ...
+
+    def join(self, name: str, part: Tensor) -> Tensor:
+        """Return a part, in its final dtype and on its device, as what the model stores under this name."""
+        ...
+
+
+class WholeWeights:
+    def select(self, names: Sequence[str], weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        return weights
+
+    def join(self, name: str, part: Tensor) -> Tensor:
+        return part
+
+
+def split_weights(model: nn.Module, mesh: DeviceMesh | None) -> WeightParts:
+    """Split a model on the meta device among the processes of a mesh, before its weights are read."""
+    if mesh is None:
+        return WholeWeights()
+    from monoblock.parallel.inference import TensorParts  # torch.distributed.tensor takes long to import
+
+    return TensorParts(model, mesh)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+MAX_SHARD_SIZE = 5 * 10**9  # bytes; a larger tensor gets a file of its own
+TensorFactory = Callable[[], Tensor]  # called when the tensor is written, so that the model is not copied
+
+
+def save_weights(
+    folder: Path, factories: Sequence[Mapping[str, TensorFactory]], sizes: Mapping[str, int], max_shard_size: int
+) -> None:
+    """Write tensors to one file, or to several files of at most `max_shard_size` bytes each.
+
+    factories: functions that return the tensors, by name; the tensors of one mapping are written to the same file.
+    sizes: the size of each tensor in bytes, by name.
+    """
+    shards: list[list[Mapping[str, TensorFactory]]] = [[]]
+    shard_size = 0
+    for group in factories:
+        size = sum(sizes[name] for name in group)
+        if shards[-1] and shard_size + size > max_shard_size:
+            shards.append([])
+            shard_size = 0
+        shards[-1].append(group)
+        shard_size += size
+    count = len(shards)
+    names = [WEIGHTS_FILE] if count == 1 else [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    for name, groups in zip(names, shards, strict=True):
+        tensors = {key: factory().detach().contiguous() for group in groups for key, factory in group.items()}
+        open_to_write(folder / f"{name}.tmp").close()  # save_file itself would follow a link
+        save_file(tensors, folder / f"{name}.tmp", metadata={"format": "pt"})
+    if count > 1:
+        weight_map = {
+            key: name for name, groups in zip(names, shards, strict=True) for group in groups for key in group
+        }
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        with open_to_write(folder / f"{INDEX_FILE}.tmp") as file:
+            file.write(json.dumps(index, indent=2).encode() + b"\n")
+        names.append(INDEX_FILE)
+    for name in names:
+        commit_file(folder / name)
+    _remove_stale_files(folder, set(names))
+
+
+def commit_file(path: Path) -> None:
+    """Flush the file PATH.tmp to disk, then rename it to PATH; a crash leaves either the old or the new file."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _remove_stale_files(folder: Path, current: set[str]) -> None:
+    """Delete weights files of an earlier save that are not in `current`, since they could be read instead."""
+    for path in (folder / INDEX_FILE, folder / WEIGHTS_FILE, *folder.glob("model-?????-of-?????.safetensors")):
+        if path.name not in current:
+            path.unlink(missing_ok=True)
+
+
+# -- digests -----------------------------------------------------------------------------------------------------------
+
+
+def compute_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of the names, shapes, dtypes and values of tensors; their order does not matter."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        data: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def compute_body_digest(model: nn.Module) -> str:
+    """Return the digest of all weights except those of the head, since an adapter may come with its own head."""
+    return compute_digest({name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")})
