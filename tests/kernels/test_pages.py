@@ -14,9 +14,7 @@ from monoblock.kernels import gpu, gpu_attention
 from monoblock.kernels.gpu_attention import (
     PAGE_SIZE,
     attend_pages,
-    attend_pages_exactly,
     attend_source_pages,
-    attend_source_pages_exactly,
     make_counters,
 )
 
@@ -159,24 +157,24 @@ def test_exact_attention_has_the_bits_of_single_tokens(case, window, layout, mon
     angles = random(R, 1, T, 3, seed=6, dtype=torch.float32)
     cos, sin = angles.cos().half(), angles.sin().half()
 
-    def attend(kernel, pools, before, new, first, last):
+    def attend(pools, before, new, first, last, exact=True):
         part = slice(first, last)
         turned = {} if layout is None else {"cos": cos[:, :, part], "sin": sin[:, :, part], "layout": layout}
         inputs = (one[:, :, part] for one in (q, k, v))
         numbers = (torch.tensor(one, device=DEVICE) for one in (before, new))
-        return kernel(*inputs, *pools, tables, *numbers, scale=None, window=window, **turned)
+        return attend_pages(*inputs, *pools, tables, *numbers, scale=None, window=window, exact=exact, **turned)
 
     def pools():
         return random(PAGES, G, PAGE_SIZE, K, seed=4), random(PAGES, G, PAGE_SIZE, K, seed=5)
 
     monkeypatch.setattr(gpu_attention, "TARGET_PROGRAMS", 1)
-    at_once = attend(attend_pages_exactly, pools(), lengths, counts, 0, T).values
-    expected = attend(attend_pages, pools(), lengths, counts, 0, T).values
+    at_once = attend(pools(), lengths, counts, 0, T).values
+    expected = attend(pools(), lengths, counts, 0, T, exact=False).values
     monkeypatch.setattr(gpu_attention, "TARGET_PROGRAMS", 264)
     same = pools()
     for n in range(T):
         now = [length + n for length in lengths], [int(n < count) for count in counts]
-        single = attend(attend_pages_exactly, same, *now, n, n + 1).values
+        single = attend(same, *now, n, n + 1).values
         for r, count in enumerate(counts):
             assert n >= count or torch.equal(single[r, 0], at_once[r, n])
     for r, count in enumerate(counts):
@@ -188,9 +186,10 @@ def test_exact_attention_to_sources():
     q, tables = random(3, H, 5, K), random_tables(3, 5)
     pools = random(PAGES, G, PAGE_SIZE, K, seed=4), random(PAGES, G, PAGE_SIZE, K, seed=5)
     counts = torch.full_like(lengths, 5)
-    out = attend_source_pages_exactly(q, *pools, tables, lengths, counts, scale=0.3).values
+    out = attend_source_pages(q, *pools, tables, lengths, counts, scale=0.3, exact=True).values
     assert_near_in_norm(out, attend_source_pages(q, *pools, tables, lengths, counts, scale=0.3).values, 2e-3)
-    single = attend_source_pages_exactly(q[:1, :, 3:4], *pools, tables[:1], lengths[:1], counts[:1], scale=0.3).values
+    first = (tables[:1], lengths[:1], counts[:1])
+    single = attend_source_pages(q[:1, :, 3:4], *pools, *first, scale=0.3, exact=True).values
     assert torch.equal(single[0, 0], out[0, 3])
 
 

@@ -293,22 +293,19 @@ class FastAttention(Attention):
     ) -> Activations:
         """Attend to the pages of each row or of its source, (B, T, H K); one kernel rotates, writes and attends."""
         rows, pool = layer_cache.rows, layer_cache.pool
-        own: Callable[..., Activations] = gpu_attention.attend_pages
-        other: Callable[..., Activations] = gpu_attention.attend_source_pages
-        options: dict[str, Any] = {"scale": self.config.scale}
-        if self.is_exact:
-            own, other = gpu_attention.attend_pages_exactly, gpu_attention.attend_source_pages_exactly
-        else:
-            options |= {"quantize": reads_rounded(self.output), "finished": rows.counters}
+        options: dict[str, Any] = {"scale": self.config.scale, "finished": rows.counters, "exact": self.is_exact}
+        options["quantize"] = not self.is_exact and reads_rounded(self.output)
         if isinstance(layer_cache, PagedSource):
             q = self.split_heads(multiply(self.query, x).values, self.config.heads, self.query_norm)
-            return other(q, pool.keys, pool.values, rows.source_tables, rows.source_lengths, rows.counts, **options)
+            attend: Callable[..., Activations] = gpu_attention.attend_source_pages
+            return attend(q, pool.keys, pool.values, rows.source_tables, rows.source_lengths, rows.counts, **options)
         q, k, v = self._project(x, None, None)
         pages = pool.allocate(rows.cache.count, k, k.shape[1], k.shape[3], v.shape[3])
         if (angles := context.rotary_angles) is not None:
             layout = "interleaved" if angles.interleaved else "halves"
             options |= {"cos": angles.cos.contiguous(), "sin": angles.sin.contiguous(), "layout": layout}
-        return own(q, k, v, *pages, rows.tables, rows.lengths, rows.counts, window=self.config.window, **options)
+        options["window"] = self.config.window
+        return gpu_attention.attend_pages(q, k, v, *pages, rows.tables, rows.lengths, rows.counts, **options)
 
     def _is_plain(self, context: AttentionContext) -> bool:
         """Return whether scores are plain products of queries and keys."""

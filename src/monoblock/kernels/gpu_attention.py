@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from monoblock.kernels.gpu import (
 PAGE_SIZE = 16  # tokens
 MAX_QUERIES = 64  # of a program: tokens, or beams, times the heads that share a head of keys
 MAX_NEW = 32  # new tokens that the kernel writes itself
-EXACT_PART, EXACT_ROWS = 256, 64  # keys of a part, and rows of a tile, in exact mode
+EXACT_PART, EXACT_ROWS = 128, 64  # keys of a part at most, and rows of a tile, in exact mode
 MAX_COMBINED = 8192  # numbers of partial results that a program combines at a time
 ROTARY_LAYOUTS = {None: 0, "halves": 1, "interleaved": 2}
 # Keys per block and warps, the fastest measured on an H200: of several programs for each head, and of one.
@@ -74,9 +73,9 @@ def attend_pages(
     the last `window` of them.  The output is (R, T, H K), the heads next to each other.
 
     quantize: the kernel also computes the 8-bit form of a single vector, if it can.
-    finished: integers for the kernel (see `make_counters`); without them, it needs another launch.
+    finished: integers for the kernel (see `make_counters`); without them, they are made for the call.
     exact: the bits of a token do not depend on other rows, nor on what is new in its own: keys are added up in parts
-        that begin at multiples of EXACT_PART, and the parts in their order.
+        of EXACT_PART or less for wide heads, and the parts in their order.
     """
     T, G, K = q.shape[2], *keys.shape[1::2]
     row_stride = 0 if cos is None or cos.shape[0] == 1 else cos.stride(0)
@@ -85,18 +84,19 @@ def attend_pages(
     angles = (q if cos is None else cos, q if sin is None else sin)
     options = {"K": K, **rotary, **launch_options()}
     inputs = _Inputs((keys, values, tables, lengths, counts), angles, strides, options)
-    new = T if T == 1 or (T <= MAX_NEW and next_power_of_two(T) * (q.shape[1] // G) <= MAX_QUERIES) else 0
-    if k is not None and v is not None and (exact or not new):
+    fits = T <= MAX_NEW and next_power_of_two(T) * (q.shape[1] // G) <= MAX_QUERIES
+    new = T if T == 1 or (fits and not exact) else 0
+    if k is not None and v is not None and not new:
         triton_kernels("triton_attention").write_pages_kernel[(len(q) * G, -(-T // PAGE_SIZE))](
             k, v, *inputs.pages, *angles, *k.stride()[:3], *v.stride()[:3], *strides, G,
             NEW=PAGE_SIZE, num_warps=4, **options,
         )  # fmt: skip
     options |= {"CAUSAL": k is not None, "WINDOW": window is not None}
     scale, window = K**-0.5 if scale is None else scale, 0 if window is None else window
-    if exact:
-        return _attend_exactly(q, inputs, scale, window)
     if k is None or v is None:
         k, v, new = q, q, 0
+    if exact:
+        return _attend_exactly(q, k, v, inputs, scale, window, new, finished)
     return _attend(q, k, v, inputs, scale, window, new, quantize, finished)
 
 
@@ -106,10 +106,6 @@ def attend_source_pages(q: Tensor, *pages: Tensor, scale: float | None, **option
     The other arguments are those of `attend_pages`.  The output is 0 for a row without a source or a token.
     """
     return attend_pages(q, None, None, *pages, scale=scale, **options)
-
-
-attend_pages_exactly = partial(attend_pages, exact=True)
-attend_source_pages_exactly = partial(attend_source_pages, exact=True)
 
 
 def make_counters(count: int, device: torch.device) -> Tensor:
@@ -137,11 +133,10 @@ def _attend(
     quantized, rounded = quantized_arguments(out, quantize and splits > 1 and K % QUANTIZED_BLOCK == 0)
     parts = R * G * tiles * heads * queries * splits * (K + 2) if splits > 1 else 1
     partials = torch.empty(parts, dtype=torch.float32, device=q.device)
-    if splits > 1 and (finished is None or finished.numel() < R * G * tiles):
-        finished = make_counters(R * G * tiles, q.device)
     split_tile = min(16, next_power_of_two(splits))
     triton_kernels("triton_attention").attend_pages_kernel[(R * G, splits, tiles)](
-        q, k, v, *inputs.pages, *inputs.angles, out, *quantized, partials, partials if finished is None else finished,
+        q, k, v, *inputs.pages, *inputs.angles, out, *quantized, partials,
+        _counters(finished, R * G * tiles, splits, partials),
         scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *inputs.strides, T, G, splits, window,
         HEADS=heads, QUERIES=queries, ROWS=rows, NEW=new if new < 2 else max(16, next_power_of_two(new)),
         SPLITS=split_tile, COMBINED=max(1, min(next_power_of_two(heads * queries), MAX_COMBINED // (split_tile * K))),
@@ -151,24 +146,32 @@ def _attend(
     return Activations(out, rounded)
 
 
-def _attend_exactly(q: Tensor, inputs: _Inputs, scale: float, window: int) -> Activations:
+def _attend_exactly(
+    q: Tensor, k: Tensor, v: Tensor, inputs: _Inputs, scale: float, window: int, new: int, finished: Tensor | None
+) -> Activations:
+    """Attend to the pages and to `new` tokens, one or none, that are not on them yet; see `attend_pages`."""
     (R, H, T, K), G, P = q.shape, inputs.pages[0].shape[1], inputs.pages[2].shape[1]
     heads = H // G
-    queries = max(1, EXACT_ROWS // next_power_of_two(heads))
-    rows, tiles = max(EXACT_ROWS, next_power_of_two(heads)), -(-T // queries)
-    parts, programs = -(-P * PAGE_SIZE // EXACT_PART), R * G * tiles
-    splits = parts if 2 * programs <= TARGET_PROGRAMS else 1
+    queries = 1 if T == 1 else max(1, EXACT_ROWS // next_power_of_two(heads))
+    rows, tiles = max(16, next_power_of_two(heads * queries)), -(-T // queries)
+    part, programs = min(EXACT_PART, 8192 // K), R * G * tiles
+    splits = -(-P * PAGE_SIZE // part) if 2 * programs <= TARGET_PROGRAMS else 1
     out = torch.empty(R, T, H * K, dtype=q.dtype, device=q.device)
     size = programs * splits * rows * (K + 2) if splits > 1 else 1
     partials = torch.empty(size, dtype=torch.float32, device=q.device)
-    sizes, kernels = (
-        {"HEADS": heads, "QUERIES": queries, "ROWS": rows, "num_warps": 4},
-        triton_kernels("triton_attention"),
-    )
-    kernels.attend_parts_kernel[(R * G, splits, tiles)](
-        q, *inputs.pages, *inputs.angles, out, partials, scale, *q.stride()[:3], *inputs.strides, T, G, splits, window,
-        SPLIT=splits > 1, PART=EXACT_PART, BLOCK=64 if K <= 128 else 32, **sizes, **inputs.options,
+    triton_kernels("triton_attention").attend_parts_kernel[(R * G, splits, tiles)](
+        q, k, v, *inputs.pages, *inputs.angles, out, partials, _counters(finished, programs, splits, partials), scale,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *inputs.strides, T, G, splits, window,
+        HEADS=heads, QUERIES=queries, ROWS=rows, NEW=new, SPLIT=splits > 1, PART=part, num_warps=4, num_stages=2,
+        **inputs.options,
     )  # fmt: skip
-    if splits > 1:
-        kernels.add_parts_kernel[(R * G, tiles)](partials, out, T, G, splits, K=K, **sizes, **launch_options())
     return Activations(out)
+
+
+def _counters(finished: Tensor | None, programs: int, splits: int, partials: Tensor) -> Tensor:
+    """Return `finished`, or new counters if it is too short; any tensor if there is nothing to count."""
+    if splits == 1:
+        return partials
+    if finished is None or finished.numel() < programs:
+        return make_counters(programs, partials.device)
+    return finished

@@ -30,6 +30,13 @@ def wait_for_previous(PDL: tl.constexpr) -> Any:
 
 
 @triton.jit
+def prefetch(pointers) -> Any:
+    """Bring the cache lines at these pointers to the L2 cache; nothing waits for them."""
+    code: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(code, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def activate(x, ACTIVATION: tl.constexpr) -> Any:
     """Apply an activation, given by its code in gpu.py; -1 is none."""
     if ACTIVATION == 0:
@@ -118,9 +125,12 @@ def matvec_kernel(
 def matmul_kernel(
     x, weight, bias, residual, out, M, N, K,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Each program multiplies BLOCK_M rows of x with BLOCK_N rows of the weight; BLOCK_K divides K."""
+    """Each program multiplies BLOCK_M rows of x with BLOCK_N rows of the weight; BLOCK_K divides K.
+
+    With PREFETCH, for which BLOCK_K is a multiple of 64, the weight is on its way before the kernel waits.
+    """
     launch_next(PDL)
     first_n, first_m = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     n, m, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
@@ -128,6 +138,10 @@ def matmul_kernel(
     weight += first_n.to(tl.int64) * K
     x += first_m.to(tl.int64) * K
     first = first_m.to(tl.int64) * N + first_n
+    if PREFETCH:
+        line = weight + tl.minimum(n, N - first_n - 1)[:, None] * K + tl.arange(0, BLOCK_K // 64)[None, :] * 64
+        for start in range(0, K, BLOCK_K):
+            prefetch(line + start)
     wait_for_previous(PDL)
     y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):

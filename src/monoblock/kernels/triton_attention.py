@@ -108,6 +108,21 @@ def add_part(attended, part) -> Any:
 
 
 @triton.jit
+def attend_part(query, key, value, visible, scale, PART: tl.constexpr) -> Any:
+    """Return the softmax sums of one part of the keys, as `add_keys` begins a running softmax.
+
+    The instruction that multiplies adds up the weights as it does the values, so that the order of a sum does not
+    depend on the rows of the tile and on the number of warps.
+    """
+    score = tl.where(visible, tl.dot(query, tl.trans(key)) * scale, -float("inf"))
+    largest = tl.max(score, 1)
+    offset = tl.where(largest == -float("inf"), 0.0, largest)  # of a query that sees no key
+    weights = tl.exp(score - offset[:, None]).to(value.dtype)
+    total = tl.max(tl.dot(weights, tl.full((PART, 16), 1.0, value.dtype)), 1)  # one of 16 equal columns
+    return largest, total, tl.dot(weights, value)
+
+
+@triton.jit
 def store_part(attended, part, mask, K: tl.constexpr) -> Any:
     """Store the running softmax of each query, K + 2 numbers, from its pointer in `part` on."""
     largest, total, accumulator = attended
@@ -293,78 +308,90 @@ def write_pages_kernel(
 
 @triton.jit
 def attend_parts_kernel(
-    q, keys, values, tables, lengths, counts, cos, sin, out, partials, scale,
-    q_row, q_head, q_token, keys_page, keys_group, values_page, values_group, table_row, angles_row, T, G, splits,
-    window, HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr,
-    ROTARY_LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    q, k, v, keys, values, tables, lengths, counts, cos, sin, out, partials, finished, scale,
+    q_row, q_head, q_token, k_row, k_group, k_token, v_row, v_group, v_token,
+    keys_page, keys_group, values_page, values_group, table_row, angles_row, T, G, splits, window,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr, K: tl.constexpr,
+    PAIRS: tl.constexpr, ROTARY_LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+    PART: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Each program attends from QUERIES tokens of a row, with one group of HEADS heads, to the parts of its keys.
 
-    A part has PART tokens, from a multiple of PART on.  With SPLIT each program has one part, and `add_parts_kernel`
-    adds them up; else it has all parts and adds them up in the same way.
+    A part has PART tokens, from a multiple of PART on.  With SPLIT each program has one part, and the program that ends
+    last adds them up; else it has all parts and adds them up in the same way.  If NEW is 1, a row has a single new
+    token, which is not on the pages yet: the program of its part writes it.  What is on the pages was then written in
+    the step before, so the first part is loaded before the kernel waits.
     """
     launch_next(PDL)
     row, group, split, tile = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1), tl.program_id(2)
-    wait_for_previous(PDL)
-    length = tl.load(lengths + row).to(tl.int32)
-    count = tl.load(counts + row).to(tl.int32)
+    if NEW == 0:
+        wait_for_previous(PDL)
+    length = tl.load(lengths + row, cache_modifier=".cg").to(tl.int32)
+    count = tl.load(counts + row, cache_modifier=".cg").to(tl.int32)
     first = tile * QUERIES
     stop = length + tl.minimum(count, first + QUERIES) if CAUSAL else length
     stop = tl.where(count > first, stop, 0)  # without a query, the program reads nothing
-    begin = 0
+    low, high = 0, tl.cdiv(stop, PART)
     if WINDOW:
-        begin = tl.maximum(length + first + 1 - window, 0) // BLOCK * BLOCK
-    low, high = begin // PART, tl.cdiv(stop, PART)
+        low = tl.maximum(length + first + 1 - window, 0) // PART
+    num_parts = high
     if SPLIT:
         low, high = tl.maximum(low, split), tl.minimum(high, split + 1)
 
     table = tables + row.to(tl.int64) * table_row
     keys += group * keys_group
     values += group * values_group
+    end = tl.minimum(length if NEW == 1 else stop, high * PART)  # of what is read from the pages
+    page = load_pages(table, low * PART, end, PART)
+    key, value = load_tokens(keys, values, page, low * PART, end, keys_page, values_page, K, PART)
+    if NEW == 1:
+        wait_for_previous(PDL)
     cos += row.to(tl.int64) * angles_row
     sin += row.to(tl.int64) * angles_row
     query, token = load_queries(
         q, cos, sin, row, group, first, q_row, q_head, q_token, T, HEADS, QUERIES, ROWS, K, PAIRS, ROTARY_LAYOUT,
         out.dtype.element_ty,
     )  # fmt: skip
+    if NEW == 1:
+        new = tl.arange(0, 1)
+        k += row.to(tl.int64) * k_row + group * k_group
+        v += row.to(tl.int64) * v_row + group * v_group
+        new_key, new_value = load_new(
+            k, v, new, new < count, k_token, v_token, cos, sin, K, PAIRS, ROTARY_LAYOUT, out.dtype.element_ty
+        )
+        is_own = (new < count) & (length // PART >= low) & (length // PART < high)
+        store_tokens(new_key, new_value, keys, values, table, length + new, is_own, keys_page, values_page, K)
 
     attended = empty_sums(ROWS, K)
     for part in range(low, high):
-        added = empty_sums(ROWS, K)
-        for start in range(tl.maximum(part * PART, begin), tl.minimum((part + 1) * PART, stop), BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            page = load_pages(table, start, stop, BLOCK)
-            key, value = load_tokens(keys, values, page, start, stop, keys_page, values_page, K, BLOCK)
-            visible = (column < stop)[None, :]
-            if CAUSAL:
-                visible = visible & (column[None, :] <= (length + token)[:, None])
-            if WINDOW:
-                visible = visible & (column[None, :] > (length + token - window)[:, None])
-            added = add_keys(query, key, value, visible, scale, added, "ieee")
-        attended = add_part(attended, added)
+        column = part * PART + tl.arange(0, PART)
+        if NEW == 1:
+            key = tl.where((column == length)[:, None], new_key, key)
+            value = tl.where((column == length)[:, None], new_value, value)
+        visible = (column < stop)[None, :]
+        if CAUSAL:
+            visible = visible & (column[None, :] <= (length + token)[:, None])
+        if WINDOW:
+            visible = visible & (column[None, :] > (length + token - window)[:, None])
+        attended = add_part(attended, attend_part(query, key, value, visible, scale, PART))
+        if not SPLIT:
+            page = load_pages(table, (part + 1) * PART, end, PART)
+            key, value = load_tokens(keys, values, page, (part + 1) * PART, end, keys_page, values_page, K, PART)
 
     if SPLIT:
-        tile_part = ((tl.program_id(0) * tl.num_programs(2) + tile) * splits + split).to(tl.int64)
-        store_part(attended, partials + (tile_part * ROWS + tl.arange(0, ROWS)) * (K + 2), None, K)
+        program, place = tile * tl.num_programs(0) + tl.program_id(0), tl.arange(0, ROWS)
+        parts = partials + program.to(tl.int64) * splits * ROWS * (K + 2)
+        store_part(attended, parts + (split * ROWS + place) * (K + 2), None, K)
+        tl.debug_barrier()  # all threads have stored before one of them counts the program
+        if tl.atomic_add(finished + program, 1, sem="acq_rel") == splits - 1:
+            tl.store(finished + program, 0)
+            attended = empty_sums(ROWS, K)
+            for one in range(0, num_parts):
+                partial = parts + (one * ROWS + place) * (K + 2)
+                part_sums = tl.load(partial[:, None] + tl.arange(0, K)[None, :], cache_modifier=".cg")
+                largest = tl.load(partial + K, cache_modifier=".cg")
+                total = tl.load(partial + K + 1, cache_modifier=".cg")
+                attended = add_part(attended, (largest, total, part_sums))
+            store_attended(attended, out, row, group, first, T, G, HEADS, QUERIES, ROWS, K)
     else:
         store_attended(attended, out, row, group, first, T, G, HEADS, QUERIES, ROWS, K)
-
-
-@triton.jit
-def add_parts_kernel(
-    partials, out, T, G, splits, HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
-    PDL: tl.constexpr,
-) -> Any:  # fmt: skip
-    """Each program adds up the parts of one tile of `attend_parts_kernel`, in their order."""
-    launch_next(PDL)
-    wait_for_previous(PDL)
-    row, group, tile = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
-    place, index = tl.arange(0, ROWS), tl.arange(0, K)[None, :]
-    attended = empty_sums(ROWS, K)
-    first_part = (tl.program_id(0) * tl.num_programs(1) + tile).to(tl.int64) * splits
-    for split in range(0, splits):
-        partial = partials + ((first_part + split) * ROWS + place) * (K + 2)
-        part_sums = tl.load(partial[:, None] + index)
-        attended = add_part(attended, (tl.load(partial + K), tl.load(partial + K + 1), part_sums))
-    store_attended(attended, out, row, group, tile * QUERIES, T, G, HEADS, QUERIES, ROWS, K)
