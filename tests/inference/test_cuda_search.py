@@ -12,9 +12,9 @@ import monoblock as mb
 from monoblock.errors import InputError
 from monoblock.inference import beam, fast_modules, prepared_model
 from monoblock.inference.engine import Engine
-from monoblock.inference.request import Prompt, Request, Variant
 from monoblock.inference.runners import cuda_search
 from monoblock.inference.runners.cuda_search import MAX_IDLE_BUFFERS, RecordedSearch, round_up_searches, search_shape
+from monoblock.inference.scheduler import Prompt, Request, Variant
 from monoblock.inference.settings import Settings
 from monoblock.inference.speculative import PromptLookup
 from monoblock.inference.supported_models import SUPPORTED, unsupported_field

@@ -9,8 +9,8 @@ from support import build_model
 import monoblock as mb
 from monoblock.errors import InputError
 from monoblock.inference.engine import Engine
-from monoblock.inference.request import RandomStream
 from monoblock.inference.sampler import sample_tokens, top_k
+from monoblock.inference.scheduler import RandomStream
 from monoblock.inference.settings import Settings
 from monoblock.inference.speculative import DraftModel, PromptLookup
 

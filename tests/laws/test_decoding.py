@@ -12,7 +12,7 @@ import torch
 from support import has_decoder, is_encoder_decoder, law_names, tiny_model
 
 from monoblock.inference.engine import Engine
-from monoblock.inference.request import Request
+from monoblock.inference.scheduler import Request
 from monoblock.inference.settings import Settings
 
 DECODERS = law_names(has_decoder)

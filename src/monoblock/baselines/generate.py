@@ -26,7 +26,9 @@ from torch import Tensor
 from monoblock.errors import InputError
 from monoblock.inference import generate
 from monoblock.inference.beam import BeamHypothesis, BeamSearches
-from monoblock.inference.request import (
+from monoblock.inference.runners.plain import evaluation_mode
+from monoblock.inference.sampler import Filters, TokenHistory, run_processors
+from monoblock.inference.scheduler import (
     NAN_LOGITS,
     ModelLimits,
     Prompt,
@@ -37,8 +39,6 @@ from monoblock.inference.request import (
     parse_prompt,
     random_streams,
 )
-from monoblock.inference.runners.plain import evaluation_mode
-from monoblock.inference.sampler import Filters, TokenHistory, run_processors
 from monoblock.inference.settings import Settings
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.tap import Tap

@@ -38,7 +38,7 @@ from monoblock.baselines.dropout import VariationalDropout, drop_words, language
 from monoblock.baselines.generate import GenerateCall
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, InputError
-from monoblock.inference.request import Prompt, pad_right
+from monoblock.inference.scheduler import Prompt, pad_right
 from monoblock.interop.folder import load_model, save_model
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.arguments import select_tokens

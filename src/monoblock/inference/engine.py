@@ -27,26 +27,30 @@ from monoblock.errors import InputError, did_you_mean
 from monoblock.inference.beam import BeamHypothesis, BeamSearches
 from monoblock.inference.pages import OutOfPages, PageCopies, Pages, default_num_pages
 from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
-from monoblock.inference.request import (
+from monoblock.inference.runners.cuda import MAX_STEPS, CudaRunner
+from monoblock.inference.runners.cuda_search import search_shape
+from monoblock.inference.runners.plain import Ensemble, ModelRunner, Runner, RunResult, UncachedRunner
+from monoblock.inference.sampler import Sampler, score_tokens
+from monoblock.inference.scheduler import (
+    MAX_STEP_TOKENS,
     NAN_LOGITS,
     PLAIN,
     Edit,
+    Plan,
     Request,
     RequestOutput,
     Row,
+    RowPass,
+    Scheduler,
     TokenScores,
     Variant,
     check_prompt,
     combine_limits,
     end_of_text,
     limits_of,
+    pages_of,
     parse_prompt,
 )
-from monoblock.inference.runners.cuda import MAX_STEPS, CudaRunner
-from monoblock.inference.runners.cuda_search import search_shape
-from monoblock.inference.runners.plain import Ensemble, ModelRunner, RowPass, Runner, RunResult, UncachedRunner
-from monoblock.inference.sampler import Sampler, score_tokens
-from monoblock.inference.scheduler import MAX_STEP_TOKENS, Plan, Scheduler, pages_of
 from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import Settings, check_count
 from monoblock.inference.speculative import Proposer

@@ -15,9 +15,9 @@ from monoblock.inference.engine import MAX_BURST, Engine
 from monoblock.inference.fast_modules import MIN_NATIVE_WEIGHTS
 from monoblock.inference.pages import default_max_rows
 from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
-from monoblock.inference.request import Prompt, RequestOutput, pad_right, parse_prompt
 from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.inference.sampler import score_tokens
+from monoblock.inference.scheduler import Prompt, RequestOutput, pad_right, parse_prompt
 from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import NO_DRAFT_WITH_BEAMS, Settings, check_count, parse_settings, split_seeds
 from monoblock.inference.speculative import DraftModel, PromptLookup, Proposer

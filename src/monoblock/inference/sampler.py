@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from monoblock.errors import InputError
-from monoblock.inference.request import Row, TokenScores, end_of_text, pad_right
+from monoblock.inference.scheduler import Row, TokenScores, end_of_text, pad_right
 from monoblock.inference.settings import Settings
 from monoblock.kernels.gpu import argmax
 

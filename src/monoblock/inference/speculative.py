@@ -19,9 +19,9 @@ from dataclasses import replace
 from monoblock.errors import InputError, with_article
 from monoblock.inference.pages import OutOfPages, Pages
 from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
-from monoblock.inference.request import ModelLimits, Request, Row, limits_of
-from monoblock.inference.runners.plain import ModelRunner, RowPass
+from monoblock.inference.runners.plain import ModelRunner
 from monoblock.inference.sampler import Sampler
+from monoblock.inference.scheduler import ModelLimits, Request, Row, RowPass, limits_of
 from monoblock.inference.settings import check_count
 from monoblock.nn.arguments import check_model
 from monoblock.nn.transformer import Transformer

@@ -114,7 +114,7 @@ class TextChunk(NamedTuple):
     sequence_index: int
     text: str
     num_tokens: int
-    finish_reason: str | None = None  # see FINISH_REASONS in inference/request.py
+    finish_reason: str | None = None  # see FINISH_REASONS in inference/scheduler.py
     score: float | None = None  # beam search: sum of log-probabilities / length ** length_penalty
     ids: tuple[int, ...] = ()
 

@@ -22,7 +22,7 @@ from typing import Unpack, cast, overload
 
 from monoblock.baselines.lstm import Recurrent
 from monoblock.errors import InputError
-from monoblock.inference.request import Prompt
+from monoblock.inference.scheduler import Prompt
 from monoblock.inference.settings import Settings, split_seeds
 from monoblock.inference.streaming_text import TextChunk, chunk_texts
 from monoblock.model import Transformer

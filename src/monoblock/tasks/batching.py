@@ -11,7 +11,7 @@ from torch import Tensor
 from monoblock.config.model import PatchConfig
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.errors import InputError, did_you_mean
-from monoblock.inference.request import pad_right
+from monoblock.inference.scheduler import pad_right
 from monoblock.metrics.text import perplexity
 from monoblock.recipes.model_config import has_segments
 from monoblock.tasks.image_inputs import Image, read_image

@@ -22,7 +22,7 @@ from torch import Tensor
 from monoblock.data.batching.order import permutation
 from monoblock.data.readers.records import LabelledText
 from monoblock.errors import ConfigError, InputError, did_you_mean, with_article
-from monoblock.inference.request import pad_right
+from monoblock.inference.scheduler import pad_right
 from monoblock.model import Transformer
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, Table, read_corpus

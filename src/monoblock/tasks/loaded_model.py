@@ -19,7 +19,7 @@ from monoblock.inference.generate import score_texts, truncated_length
 from monoblock.inference.optimized import optimize
 from monoblock.inference.pages import default_max_rows
 from monoblock.inference.prepared_model import GenerativeModel
-from monoblock.inference.request import Prompt
+from monoblock.inference.scheduler import Prompt
 from monoblock.inference.settings import Settings, check_effects, parse_settings
 from monoblock.inference.streaming_text import StreamingText, TextChunk, stream_chunks
 from monoblock.inference.supported_models import reason_not_to_optimize
@@ -85,7 +85,7 @@ class Hypothesis:
 
     text: str = ""
     num_tokens: int = 0
-    finish_reason: str | None = None  # see FINISH_REASONS in inference/request.py
+    finish_reason: str | None = None  # see FINISH_REASONS in inference/scheduler.py
     score: float | None = None  # sum of log-probabilities / length ** length_penalty
     ids: tuple[int, ...] = ()  # the generated tokens, including the end token
     token_scores: tuple[float, ...] | None = None  # their log-probabilities, if asked for

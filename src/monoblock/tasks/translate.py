@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, Unpack
 import torch
 
 from monoblock.errors import InputError, with_article
-from monoblock.inference.request import Prompt, pad_right
 from monoblock.inference.runners.plain import mean_log_probs
+from monoblock.inference.scheduler import Prompt, pad_right
 from monoblock.inference.settings import Settings
 from monoblock.nn.inputs.generation_options import GenerationOptions
 from monoblock.tasks.batching import check_long_mode

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from monoblock.inference.fast_modules import MAX_EXPERT_TOKENS
 from monoblock.inference.pages import Pages
-from monoblock.inference.request import PLAIN
 from monoblock.inference.runners.cuda_search import RecordedSearches
-from monoblock.inference.runners.plain import ModelRunner, RowPass
+from monoblock.inference.runners.plain import ModelRunner
 from monoblock.inference.runners.record import record
 from monoblock.inference.sampler import Filters
+from monoblock.inference.scheduler import PLAIN, RowPass
 from monoblock.inference.supported_models import SUPPORTED, unsupported_field
 from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.experts import Experts

@@ -26,8 +26,8 @@ from monoblock.inference.beam import (
     best_continuations,
     log_softmax,
 )
-from monoblock.inference.request import NAN_LOGITS, PLAIN, Prompt, Request, pad_right
 from monoblock.inference.runners.record import Replay, record
+from monoblock.inference.scheduler import NAN_LOGITS, PLAIN, Prompt, Request, pad_right
 from monoblock.inference.settings import Settings
 from monoblock.nn.kv_cache.beam_cache import MAX_BEAMS, BeamCache
 from monoblock.nn.kv_cache.cache import Cache

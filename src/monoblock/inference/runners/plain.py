@@ -17,27 +17,13 @@ from torch import Tensor, nn
 
 from monoblock.errors import InputError
 from monoblock.inference.pages import PageCopies, Pages
-from monoblock.inference.request import PLAIN, Edit, Request, Row, Variant, pad_right
 from monoblock.inference.runners.cpu import MAX_TOKENS
+from monoblock.inference.scheduler import PLAIN, Edit, Request, Row, RowPass, Variant, pad_right
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.attention import Attention
 from monoblock.nn.kv_cache.paged import PagedCache, PagedRows
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
-
-
-class RowPass(NamedTuple):
-    """Tokens to run after the first `start` tokens of a row; logits are wanted after the last `num_logits` of them."""
-
-    row: Row
-    tokens: Sequence[int]
-    start: int
-    num_logits: int
-
-    @property
-    def is_newest(self) -> bool:
-        """Whether only the newest token of the row is run, not one of those that are run again after a preemption."""
-        return len(self.tokens) == 1 and self.start + 1 == len(self.row.tokens)
 
 
 class RunResult(NamedTuple):
