@@ -29,10 +29,10 @@ def draw(*shape: int) -> Tensor:
 
 
 def linear(bits: int, columns: int = 96) -> Arguments:
-    weight = draw(23, columns - 13 if bits < 16 else columns)
+    weight = draw(23, columns - 13 if bits < 32 else columns)
     x, bias = draw(3, weight.shape[1]), draw(23)
-    if bits >= 16:
-        return {"x": x, "weight": weight if bits == 32 else weight.bfloat16(), "bias": bias}
+    if bits == 32:
+        return {"x": x, "weight": weight, "bias": bias}
     parts = zip(("weight", "scale", "least"), pack(weight, bits, 32), strict=True)
     return {"x": x} | {name: t for name, t in parts if t is not None} | {"bias": bias, "activation_bits": 8}
 
@@ -135,13 +135,12 @@ def built(name: str) -> Callable[..., Any]:
 
 # Each: what is called, and a function that makes correct arguments.
 CASES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
-    "linear_dense": (operator("linear_dense"), lambda: linear(32)),
-    "linear_dense bfloat16": (operator("linear_dense"), lambda: linear(16)),
-    "linear_int8": (operator("linear_int8"), lambda: linear(8)),
-    "linear_int4": (operator("linear_int4"), lambda: linear(4)),
-    "linear_exact": (operator("linear_exact"), lambda: linear(32)),
-    "linear_exact int8": (operator("linear_exact"), lambda: linear(8)),
-    "linear_exact int4": (operator("linear_exact"), lambda: linear(4)),
+    "linear": (operator("linear"), lambda: linear(32)),
+    "linear int8": (operator("linear"), lambda: linear(8)),
+    "linear int4": (operator("linear"), lambda: linear(4)),
+    "linear exact": (operator("linear"), lambda: linear(32) | {"exact": True}),
+    "linear exact int8": (operator("linear"), lambda: linear(8) | {"exact": True}),
+    "linear exact int4": (operator("linear"), lambda: linear(4) | {"exact": True}),
     "quantize_int8": (operator("quantize_int8"), lambda: {"weight": draw(7, 32)}),
     "can_use_tiles": (operator("can_use_tiles"), dict),
     "can_multiply_many_rows": (operator("can_multiply_many_rows"), lambda: {"group": 64}),

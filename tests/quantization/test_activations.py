@@ -111,7 +111,7 @@ def test_a_number_of_bits_without_kernel_is_refused():
     matrix = pack(draw(5, 64), 8, 32)
     for bits in (0, 4, 12, 32):
         with pytest.raises(RuntimeError, match=f"activation_bits is {bits}; 16 or 8 is needed"):
-            torch.ops.monoblock.linear_int8(draw(1, 64), matrix.packed, matrix.scale, None, bits)
+            torch.ops.monoblock.linear(draw(1, 64), *matrix, None, bits)
 
 
 @pytest.mark.parametrize("batch", [1, 5, 33])

@@ -24,11 +24,11 @@ import monoblock as mb
 from monoblock.inference.fast_linear import fast_linear
 from monoblock.kernels.cpu import library
 from monoblock.quantization import cpu_linear
-from monoblock.quantization.cpu_linear import KernelLinear, use_cpu_kernels
+from monoblock.quantization.cpu_linear import KERNEL_ROWS, KernelLinear, use_cpu_kernels
 from monoblock.quantization.modules import QuantizedLinear
 from monoblock.quantization.packing import pack, unpack
 
-FORMATS = [("dense", 0), ("half", 0), ("int8", 32), ("int8", 96), ("int4", 32), ("int4", 64)]
+FORMATS = [("dense", 0), ("int8", 32), ("int8", 96), ("int4", 32), ("int4", 64)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,9 +44,11 @@ def draw(*shape, seed=0):
 
 def store_matrix(kind, group, rows, inputs):
     weight = draw(rows, inputs)
-    if kind in ("dense", "half"):
-        return weight if kind == "dense" else weight.bfloat16()
-    return pack(weight, 8 if kind == "int8" else 4, group)
+    return weight if kind == "dense" else pack(weight, 8 if kind == "int8" else 4, group)
+
+
+def run_kernel(x, matrix, **options):
+    return torch.ops.monoblock.linear(x, *matrix, **options)
 
 
 def dequantize(matrix, inputs):
@@ -56,12 +58,11 @@ def dequantize(matrix, inputs):
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 7, 13])
 @pytest.mark.parametrize(("kind", "group"), FORMATS)
 def test_the_kernel_agrees_with_fp64(kind, group, batch):
-    rows, inputs = 23, 96 if kind in ("dense", "half") else 83
+    rows, inputs = 23, 96 if kind == "dense" else 83
     matrix, x, bias = store_matrix(kind, group, rows, inputs), draw(batch, inputs, seed=1), draw(rows, seed=2)
-    tensors = (matrix,) if isinstance(matrix, torch.Tensor) else tuple(part for part in matrix if part is not None)
-    result = getattr(torch.ops.monoblock, "linear_dense" if kind == "half" else f"linear_{kind}")(x, *tensors, bias)
+    result = run_kernel(x, (matrix,) if kind == "dense" else matrix, bias=bias)
     exact = F.linear(x.double(), dequantize(matrix, inputs), bias.double())
-    if kind in ("dense", "half"):
+    if kind == "dense":
         return assert_near(result, exact.float())
     assert bool(((result - exact).abs() <= rounding_bound(x, matrix, inputs, group) + 2e-5 * (1 + exact.abs())).all())
     assert_near_in_norm(result.double(), exact, 1e-4)
@@ -75,9 +76,9 @@ def rounding_bound(x, matrix, inputs, group):
 
 
 def product(matrix, inputs, activation_bits=16):
-    """The product of up to 15 rows with a matrix, by its kernel."""
+    """The product of up to 15 rows with a matrix, or 8 with one of fp32, by its kernel."""
     if isinstance(matrix, torch.Tensor):
-        return lambda x: fast_linear(x, matrix, None, range(1, 16))
+        return lambda x: fast_linear(x, matrix, None, KERNEL_ROWS["dense"])
     module = KernelLinear(matrix, inputs, activation_bits=activation_bits)
     module.kernel_rows = range(1, 16)
     return module
@@ -87,27 +88,27 @@ def product(matrix, inputs, activation_bits=16):
 @pytest.mark.parametrize(("kind", "group"), FORMATS)
 def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(kind, group, activation_bits):
     """Speculative decoding relies on it: tokens checked together get the logits they get one by one."""
-    multiply, x = product(store_matrix(kind, group, 29, 192), 192, activation_bits), draw(15, 192, seed=1)
+    multiply = product(store_matrix(kind, group, 29, 192), 192, activation_bits)
+    x = draw(8 if kind == "dense" else 15, 192, seed=1)
     assert torch.equal(multiply(x), torch.cat([multiply(row[None]) for row in x]))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_extreme_inputs_and_long_groups(kind):
     """Zeros, tiny and huge rows, NaN and infinity, and one group of 16,384 in which no sum may overflow."""
-    tensors = tuple(part for part in pack(draw(5, 64), 8 if kind == "int8" else 4, 32) if part is not None)
-    kernel = getattr(torch.ops.monoblock, f"linear_{kind}")
-    exact = unpack(pack(draw(5, 64), 8 if kind == "int8" else 4, 32), 64, torch.float64)
+    matrix = store_matrix(kind, 32, 5, 64)
+    exact = unpack(matrix, 64, torch.float64)
     for scale in (0.0, 1e-42, 1e-20, 1e25):
         x = scale * draw(1, 64, seed=1)
         torch.testing.assert_close(
-            kernel(x, *tensors, None).double(), x.double() @ exact.T, rtol=1e-4, atol=scale * 1e-3 + 1e-35
+            run_kernel(x, matrix).double(), x.double() @ exact.T, rtol=1e-4, atol=scale * 1e-3 + 1e-35
         )
     for value in (float("nan"), float("inf")):
         x = draw(1, 64, seed=1)
         x[0, 7] = value
-        assert not bool(kernel(x, *tensors, None).isfinite().any())
+        assert not bool(run_kernel(x, matrix).isfinite().any())
     long_group = pack(torch.full((3, 16384), 1.0), 8 if kind == "int8" else 4, 16384)
-    result = kernel(torch.ones(1, 16384), *(part for part in long_group if part is not None), None)
+    result = run_kernel(torch.ones(1, 16384), long_group)
     torch.testing.assert_close(result, unpack(long_group, 16384).sum(-1)[None], rtol=2e-4, atol=0)
 
 
@@ -128,11 +129,11 @@ def test_wide_4_bit_matrices_agree_with_fp64(batch):
     matrix, x = store_matrix("int4", 32, 29, 384), draw(batch, 384, seed=1)
     x[0, 32:64] = 0
     x[-1, 64:96] *= 1e4
-    result = torch.ops.monoblock.linear_int4(x, *matrix, None)
+    result = run_kernel(x, matrix)
     exact = x.double() @ dequantize(matrix, 384).T
     limit = 1.01 * rounding_bound(x, matrix, 384, 32) + 2e-5 * (1 + exact.abs())
     assert bool(((result - exact).abs() <= limit).all())
-    assert torch.equal(result, torch.cat([torch.ops.monoblock.linear_int4(row[None], *matrix, None) for row in x]))
+    assert torch.equal(result, torch.cat([run_kernel(row[None], matrix) for row in x]))
 
 
 @pytest.mark.parametrize("batch", [17, 33, 70])
@@ -141,14 +142,13 @@ def test_many_rows_of_quantized_weights_agree_with_fp64(kind, group, batch):
     """In matrix tiles, where the processor has them, or in panels; rows, outputs and inputs fill no whole tile."""
     rows, inputs = 71, 83
     matrix, x, bias = store_matrix(kind, group, rows, inputs), draw(batch, inputs, seed=1), draw(rows, seed=2)
-    kernel = getattr(torch.ops.monoblock, f"linear_{kind}")
-    result = kernel(x, *(part for part in matrix if part is not None), bias)
+    result = run_kernel(x, matrix, bias=bias)
     exact = F.linear(x.double(), dequantize(matrix, inputs), bias.double())
     assert bool(((result - exact).abs() <= rounding_bound(x, matrix, inputs, group) + 2e-5 * (1 + exact.abs())).all())
-    alone = torch.cat([kernel(x[:17], *(part for part in matrix if part is not None), bias)])
+    alone = run_kernel(x[:17], matrix, bias=bias)
     assert torch.equal(result[:17], alone), "a row is the same with fewer other rows"
     x[3, 5] = float("nan")
-    assert not bool(kernel(x, *(part for part in matrix if part is not None), bias)[3].isfinite().any())
+    assert not bool(run_kernel(x, matrix, bias=bias)[3].isfinite().any())
 
 
 @pytest.mark.parametrize("activation_bits", [16, 8])
@@ -166,8 +166,7 @@ def test_products_are_those_of_the_quantized_numbers(kind, group, batch, activat
     matrix, x, bias = store_matrix(kind, group, rows, inputs), draw(batch, inputs, seed=1), draw(rows, seed=2)
     x[0, :group] = 0
     x[-1, group : 2 * group] *= 1e4
-    tensors = (part for part in matrix if part is not None)
-    result = getattr(torch.ops.monoblock, f"linear_{kind}")(x, *tensors, bias, activation_bits)
+    result = run_kernel(x, matrix, bias=bias, activation_bits=activation_bits)
     exact = bias.double() + quantized_product(x, matrix, inputs, group, activation_bits)
     size = F.linear(x.double().abs(), added_magnitudes(matrix, inputs)) + 1  # of what is added up in fp32
     assert bool(((result - exact).abs() <= 4e-6 * size).all())
@@ -265,18 +264,12 @@ def test_torch_compile_traces_the_operators_in_one_graph():
         traced = torch.compile(model, backend=backend, fullgraph=True)
         assert_near(traced(random_tokens(1, 1)), model(random_tokens(1, 1)))
     names = {str(node.target) for graph in graphs for node in graph.graph.nodes}
-    assert {"monoblock.linear_int4", "monoblock.linear_int8"} <= names or {
-        "monoblock.linear_int4.default",
-        "monoblock.linear_int8.default",
-    } <= names
+    assert {"monoblock.linear", "monoblock.linear.default"} & names
 
 
 def test_the_operators_pass_torchs_own_checks():
-    integers, scale, least = pack(draw(7, 64), 4, 32)
-    torch.library.opcheck(torch.ops.monoblock.linear_int4.default, (draw(2, 64), integers, scale, least, None))
-    integers, scale, _ = pack(draw(7, 64), 8, 32)
-    torch.library.opcheck(torch.ops.monoblock.linear_int8.default, (draw(2, 64), integers, scale, draw(7), 8))
-    torch.library.opcheck(torch.ops.monoblock.linear_dense.default, (draw(2, 64), draw(7, 64), None))
+    for arguments in (pack(draw(7, 64), 4, 32), (*pack(draw(7, 64), 8, 32), draw(7), 8), (draw(7, 64),)):
+        torch.library.opcheck(torch.ops.monoblock.linear.default, (draw(2, 64), *arguments))
 
 
 def test_without_a_compiler_the_model_itself_is_used_and_the_reason_is_one_line(monkeypatch):

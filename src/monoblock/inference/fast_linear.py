@@ -77,7 +77,7 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, kernel_ro
     if kernel_rows and weight.is_contiguous():
         rows = x.numel() // x.shape[-1]
         if rows in kernel_rows and x.shape[-1] % ROW_MULTIPLE == 0:
-            return torch.ops.monoblock.linear_dense(x, weight, bias)
+            return torch.ops.monoblock.linear(x, weight, bias=bias)
         if rows >= MIN_TILE_ROWS and has_matrix_tiles():
             return torch.ops.monoblock.linear_tiles(x, weight, bias)
         if rows <= MAX_PANEL_ROWS and len(weight) >= MIN_PANEL_OUTPUTS:
@@ -92,7 +92,7 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activati
     """
     if x.is_cuda:
         return kernels.linear(x.contiguous(), weight, bias, activation=activation, exact=True)
-    out: Tensor = torch.ops.monoblock.linear_exact(x, weight, bias=bias)
+    out: Tensor = torch.ops.monoblock.linear(x, weight, bias=bias, exact=True)
     return out
 
 

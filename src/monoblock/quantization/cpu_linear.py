@@ -45,16 +45,12 @@ class KernelLinear(QuantizedLinear):
         return tuple(tensor for tensor in self.packed_matrix if tensor is not None)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self.is_exact:
-            out: Tensor = torch.ops.monoblock.linear_exact(x, *self.packed_matrix, bias, self.activation_bits)
-            return out
         needs_gradient = x.requires_grad and torch.is_grad_enabled()
-        if x.dtype != torch.float32 or x.device.type != "cpu" or needs_gradient:
+        is_supported = x.dtype == torch.float32 and x.device.type == "cpu" and not needs_gradient
+        if not self.is_exact and (not is_supported or x.numel() // self.in_features not in self.kernel_rows):
             return super().linear(x, bias)
-        if x.numel() // self.in_features not in self.kernel_rows:
-            return super().linear(x, bias)
-        kernel = torch.ops.monoblock.linear_int8 if self.least is None else torch.ops.monoblock.linear_int4
-        return kernel(x, *self.tensors, bias, self.activation_bits)
+        out: Tensor = torch.ops.monoblock.linear(x, *self.packed_matrix, bias, self.activation_bits, self.is_exact)
+        return out
 
 
 class KernelEmbedding(KernelLinear):

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "linear/integer_dot.h"
+#include "simd.h"
 
 namespace {
 

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,8 +60,7 @@ def load_kernels() -> KernelStatus:
 @functools.cache  # the operators of a library are registered once
 def _load_library(library: Path) -> None:
     torch.ops.load_library(str(library))
-    for storage in ("dense", "int8", "int4"):
-        torch.library.register_fake(f"monoblock::linear_{storage}", _fake_product)
+    torch.library.register_fake("monoblock::linear", _fake_product)
 
 
 @functools.cache
@@ -83,8 +82,8 @@ def find_compiler() -> str | None:
     return next((path for name in COMPILERS if (path := shutil.which(name))), None)
 
 
-def _fake_product(x: Tensor, weight: Tensor, *others: Tensor | int | None) -> Tensor:
-    devices = {t.device for t in (x, weight, *others) if isinstance(t, Tensor)}
+def _fake_product(x: Tensor, weight: Tensor, *others: Tensor | int | None, **options: Any) -> Tensor:
+    devices = {t.device for t in (x, weight, *others, *options.values()) if isinstance(t, Tensor)}
     if len(devices) > 1:
         raise ValueError(f"the tensors are on {' and '.join(sorted(map(str, devices)))}; move them to one device")
     return x.new_empty((*x.shape[:-1], weight.shape[0]))

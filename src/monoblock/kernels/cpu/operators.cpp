@@ -4,24 +4,18 @@
 #include <torch/library.h>
 
 #include "attention/causal_attention.h"
-#include "stack/exact_linear.h"
 #include "stack/gelu.h"
 #include "linear/linear.h"
-#include "linear/quantize.h"
-#include "stack/pass_operator.h"
+#include "stack/pass.h"
 #include "topk_continuations.h"
 
 TORCH_LIBRARY_FRAGMENT(monoblock, library) {
   using torch::arg;
 
-  // quantization
-  library.def("linear_dense(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  library.def("linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int activation_bits=16) -> Tensor");
+  // products and quantization
   library.def(
-      "linear_int4(Tensor x, Tensor weight, Tensor scale, Tensor least, Tensor? bias, int activation_bits=16) -> Tensor");
-  library.def(
-      "linear_exact(Tensor x, Tensor weight, Tensor? scale=None, Tensor? least=None, Tensor? bias=None, "
-      "int activation_bits=16) -> Tensor");
+      "linear(Tensor x, Tensor weight, Tensor? scale=None, Tensor? least=None, Tensor? bias=None, "
+      "int activation_bits=16, bool exact=False) -> Tensor");
   library.def("quantize_int8(Tensor weight) -> (Tensor, Tensor)");
 
   library.def("can_use_tiles() -> bool", [] { return can_use_tiles(); });
@@ -52,10 +46,7 @@ TORCH_LIBRARY_FRAGMENT(monoblock, library) {
 }
 
 TORCH_LIBRARY_IMPL(monoblock, CPU, library) {
-  library.impl("linear_dense", &linear_dense);
-  library.impl("linear_int8", &linear_int8);
-  library.impl("linear_int4", &linear_int4);
-  library.impl("linear_exact", &linear_exact);
+  library.impl("linear", &linear);
   library.impl("quantize_int8", &quantize_int8);
   library.impl("linear_tiles", &linear_tiles);
   library.impl("linear_tiles_grad_input", &linear_tiles_grad_input);

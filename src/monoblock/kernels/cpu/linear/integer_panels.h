@@ -1,15 +1,14 @@
 // Products of quantized weights with many rows x in integers, for processors without matrix tiles.
 //
-// As in integer_dot.h, x is quantized with one step a group, and the sums of a group are exact.  As in panel.h, every
-// row of x has a lane: a vector holds two inputs of 16 bits or four of 8 bits of LANES rows, and is multiplied by the
-// same inputs of one row of the weight (integer_elements.h).  Weights are unpacked a group of some rows at a time, for
-// several panels.
+// As in simd.h, x is quantized with one step a group, and the sums of a group are exact.  As in panel.h, every row of x
+// has a lane: a vector holds two inputs of 16 bits or four of 8 bits of LANES rows, and is multiplied by the same inputs
+// of one row of the weight.  Weights are unpacked a group of some rows at a time, for several panels.
 #pragma once
 
-#include <ATen/Parallel.h>
+#include <type_traits>
 
-#include "linear/integer_sums.h"
 #include "linear/matvec.h"
+#include "linear/panel.h"
 
 namespace {
 
@@ -25,7 +24,138 @@ constexpr int64_t MANY_ROWS = 17;  // rows of x for which quantized weights are 
 
 namespace integer_panels {
 
-using panels::MAX_VECTORS, panels::PANEL, panels::Panels;
+using panels::MAX_VECTORS, panels::PANEL, panels::Panels, panels::TILE_ROWS;
+
+// -- what one instruction multiplies: a few inputs of LANES rows of x with the same inputs of one row of a weight -----
+
+constexpr bool HAS_BYTE_PRODUCTS = MONOBLOCK_VNNI || MONOBLOCK_NEON_DOT;
+
+// INPUTS_ weights in each 32-bit lane; an integer of x has PARTS_ of them, n = 256 high + low.
+template <class W, int INPUTS_, int PARTS_ = 1>
+struct Integers {
+  using Weight = W;
+  static constexpr int INPUTS = INPUTS_, PARTS = PARTS_;
+  static constexpr bool IS_UNSIGNED = std::is_unsigned_v<W>;  // weights q + Format::byte_zero, else q as they are
+
+  template <class Format>
+  static void unpack(const Format& format, int64_t row, int64_t column, Weight* to) {
+    if constexpr (sizeof(W) == 2) format.unpack(row, column, reinterpret_cast<Shorts*>(to));
+    else format.unpack(row, column, to);
+  }
+};
+
+#if MONOBLOCK_NEON_DOT
+struct ByteElements : Integers<int8_t, 4> {};
+struct ShortElements : Integers<int8_t, 4, 2> {};
+#else
+struct ByteElements : Integers<uint8_t, 4> {
+  static Ints add_products(Ints sum, Ints weight, Ints x) {
+#if MONOBLOCK_VNNI
+    return Ints(_mm512_dpbusd_epi32(__m512i(sum), __m512i(weight), __m512i(x)));
+#else
+    return sum;  // never called, see HAS_BYTE_PRODUCTS
+#endif
+  }
+};
+struct ShortElements : Integers<int16_t, 2> {
+  static Ints add_products(Ints sum, Ints weight, Ints x) { return add_pair_products(sum, Shorts(weight), Shorts(x)); }
+};
+#endif
+
+// A vector from memory, whatever register it may be in as well: copies of registers would take the ports of products.
+inline Ints load_again(const Ints& from) {
+#if defined(__AVX512F__)
+  Ints to;
+  asm("vmovdqa32 %1, %0" : "=v"(to) : "m"(from));
+  return to;
+#else
+  return from;
+#endif
+}
+
+// The integers of Elements::INPUTS inputs side by side in each lane.
+template <class Elements>
+inline Ints join(const Ints (&n)[Elements::INPUTS]) {
+  constexpr int bits = 32 / Elements::INPUTS;
+  Ints joined = {};
+  UNROLL for (int i = 0; i < Elements::INPUTS; ++i) joined |= (n[i] & ((1 << bits) - 1)) << (i * bits);
+  return joined;
+}
+
+// How one group of LANES rows of x is rounded, as quantize_row does it: x (inputs, stride) of which `live` are there.
+struct GroupRounding {
+  Floats scale, step;
+
+  GroupRounding(const float* x, int64_t stride, int64_t live, int limit) {
+    Floats largest = {}, nonfinite = {};
+    for (int64_t i = 0; i < live; ++i) {
+      const Floats v = load<Floats>(x + i * stride), size = v < 0.0f ? -v : v;
+      largest = size > largest ? size : largest, nonfinite += v - v;
+    }
+    scale = largest > 1e-30f ? float(limit) / largest : Floats{};
+    step = largest / float(limit) + nonfinite;
+  }
+
+  Floats round(const float* x) const { return (load<Floats>(x) * scale + SHIFT) - SHIFT; }
+};
+
+// One group of LANES rows of x (live, stride), rounded to the integers times their step.
+inline void round_group(const float* x, int64_t stride, int64_t live, int limit, float* to) {
+  const GroupRounding rounding(x, stride, live, limit);
+  for (int64_t i = 0; i < live; ++i) store(to + i * stride, rounding.round(x + i * stride) * rounding.step);
+}
+
+// -- the sums of one group of a tile of weights (group / CHUNK, TILE_ROWS, CHUNK) with V vectors of x -----------------
+
+#if MONOBLOCK_NEON_DOT
+
+// Four inputs of V vectors, one row in each 32-bit lane, with number `LANE` of the four inputs in each weight.
+template <int LANE, int V>
+inline void add_inputs(const int8_t* weight, const Ints* x, Ints (&sums)[TILE_ROWS][V]) {
+  int8x16_t rows[V];
+  UNROLL for (int v = 0; v < V; ++v) rows[v] = vreinterpretq_s8_s32(x[v]);
+  UNROLL for (int r = 0; r < TILE_ROWS; ++r) {
+    const int8x16_t w = vld1q_s8(weight + r * CHUNK);
+    UNROLL for (int v = 0; v < V; ++v) sums[r][v] = vdotq_laneq_s32(sums[r][v], rows[v], w, LANE);
+  }
+}
+
+template <class Elements, int V>
+inline void sum_group(const int8_t* weight, const Ints* x, int64_t chunks, Fetch& fetch, Ints (&sums)[TILE_ROWS][V]) {
+  for (int64_t c = 0; c < chunks; ++c, weight += TILE_ROWS * CHUNK) {
+    fetch.fetch();
+    UNROLL for (int half = 0; half < 2; ++half, x += 4 * V) {
+      const int8_t* w = weight + half * CHUNK / 2;
+      add_inputs<0, V>(w, x, sums), add_inputs<1, V>(w, x + V, sums);
+      add_inputs<2, V>(w, x + 2 * V, sums), add_inputs<3, V>(w, x + 3 * V, sums);
+    }
+  }
+}
+
+#else
+
+template <class Elements, int V>
+inline void sum_group(const typename Elements::Weight* weight, const Ints* x, int64_t chunks, Fetch& fetch,
+                      Ints (&sums)[TILE_ROWS][V]) {
+  constexpr int64_t steps = CHUNK / Elements::INPUTS;
+  for (int64_t c = 0; c < chunks; ++c, weight += TILE_ROWS * CHUNK, x += steps * V) {
+    fetch.fetch();
+    UNROLL for (int64_t p = 0; p < steps; ++p) {
+      Ints rows[V];
+      UNROLL for (int v = 0; v < V; ++v) rows[v] = x[p * V + v];
+      UNROLL for (int r = 0; r < TILE_ROWS; ++r) {
+        int32_t inputs;
+        std::memcpy(&inputs, weight + r * CHUNK + p * Elements::INPUTS, sizeof inputs);
+        const Ints w = Ints{} + inputs;
+        UNROLL for (int v = 0; v < V; ++v) sums[r][v] = Elements::add_products(sums[r][v], w, rows[v]);
+      }
+    }
+  }
+}
+
+#endif
+
+// -- products ---------------------------------------------------------------------------------------------------------
 
 constexpr int64_t BLOCK_TILES = 4, BLOCK_ROWS = BLOCK_TILES * TILE_ROWS;  // rows of a weight that share their results
 constexpr int64_t PASS_PANELS = 4;                                        // panels for which weights are unpacked once
@@ -274,20 +404,6 @@ void multiply_to_panels(const Format& format, const QuantizedRows<Elements>& x, 
     const float* from = block.result(p % PASS_PANELS);
     float* to = y + p * PANEL * rows + n * step;
     for (int64_t r = 0; r < block.size(); ++r) std::copy_n(from + r * PANEL, step, to + r * step);
-  });
-}
-
-// y (batch, rows) = x W' + bias for x (batch, inputs), rounded to integers of at most `limit`.
-template <class Elements, class Format>
-void multiply(const Format& format, const float* x, int64_t batch, int64_t inputs, int limit, int64_t rows,
-              const float* bias, float* y) {
-  const RowPanels input{x, batch, inputs, inputs};
-  QuantizedRows<Elements> quantized;
-  quantized.resize({batch}, format.columns, format.groups, limit);
-  at::parallel_for(0, quantized.panels.vectors() * format.groups, 8,
-                   [&](int64_t begin, int64_t end) { input.quantize(quantized, begin, end); });
-  at::parallel_for(0, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, 1, [&](int64_t begin, int64_t end) {
-    multiply_to_rows(format, quantized, begin * BLOCK_ROWS, std::min(end * BLOCK_ROWS, rows), bias, y, rows);
   });
 }
 

@@ -1,4 +1,4 @@
-// y = x W' + bias for many rows x and a W of 8 bits, in tiles of bytes.  As in integer_dot.h, rows of x are quantized
+// y = x W' + bias for many rows x and a W of 8 bits, in tiles of bytes.  As in simd.h, rows of x are quantized
 // with one step a group, and the sums of a group are exact.  Weights are multiplied as they are stored: with x of 8 bits
 // in one part, or with the high and with the low bytes of x of 16 bits, x = step (256 high + low).
 #pragma once
@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "linear/split_numbers.h"
+#include "linear/split_products.h"
 
 #if MONOBLOCK_TILES
 

@@ -1,45 +1,38 @@
-// The products of matvec.h as operators: a few rows x with a whole matrix.
+// Products of rows x with a whole matrix as operators, and the quantization of a matrix to 8 bits.
 #pragma once
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 
+#include <tuple>
 #include <vector>
 
 #include "checks.h"
-#include "linear/integer_panels.h"
 #include "linear/integer_tiles.h"
-#include "linear/matvec.h"
-#include "linear/split_products.h"
+#include "linear/thread_products.h"
 
 namespace {
 
-// x (…, inputs) as rows filled up with zeros to whole groups, and what products with quantized weights need.
+// x (…, inputs) as rows filled up with zeros to whole groups.
 class LinearInput {
  public:
-  at::Tensor x;
-  MatvecInput in;
+  const at::Tensor x;
+  const int64_t inputs, batch;
+  const float* rows;
 
-  LinearInput(const at::Tensor& activations, int64_t columns, int64_t group) : x(activations.contiguous()) {
-    const int64_t inputs = activations.size(-1), batch = activations.numel() / inputs;
-    const float* rows = x.const_data_ptr<float>();
-    if (inputs != columns) {
-      padded.assign(batch * columns, 0.0f);
-      for (int64_t b = 0; b < batch; ++b) std::copy_n(rows + b * inputs, inputs, padded.data() + b * columns);
-      rows = padded.data();
-    }
-    in = {rows, nullptr, batch, columns, group, columns / group, columns};
+  LinearInput(const at::Tensor& activations, int64_t columns)
+      : x(activations.contiguous()), inputs(x.size(-1)), batch(x.numel() / inputs), rows(x.const_data_ptr<float>()) {
+    if (inputs == columns) return;
+    padded.assign(batch * columns, 0.0f);
+    for (int64_t b = 0; b < batch; ++b) std::copy_n(rows + b * inputs, inputs, padded.data() + b * columns);
+    rows = padded.data();
   }
-
-  void quantize(bool has_offset, int limit) { quantized.fill(in, has_offset, limit); }
 
  private:
   std::vector<float> padded;
-  QuantizedInput quantized;
 };
 
 void check_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
@@ -56,13 +49,6 @@ const uint16_t* group_values(const char* name, const at::Tensor& t, int64_t rows
   return static_cast<const uint16_t*>(t.const_data_ptr());
 }
 
-// The groups of a quantized weight, one scale each.
-int64_t count_groups(const at::Tensor& x, const at::Tensor& weight, int64_t columns, const at::Tensor& scale) {
-  check_memory("scale", scale), check_shape("scale", scale, {weight.size(0), ANY});
-  check_groups("weight", columns, scale.size(1), x.size(-1));
-  return scale.size(1);
-}
-
 OptionalTensor to_fp32(const OptionalTensor& bias) {
   return bias ? OptionalTensor(bias->to(at::kFloat).contiguous()) : std::nullopt;
 }
@@ -74,144 +60,95 @@ at::Tensor empty_output(const at::Tensor& x, int64_t rows) {
   return at::empty(shape, x.options());
 }
 
-template <class Format>
-at::Tensor multiply(const Format& format, const LinearInput& x, const OptionalTensor& bias, int64_t rows) {
-  at::Tensor out = empty_output(x.x, rows);
-  const OptionalTensor fp32_bias = to_fp32(bias);
-  const MatvecInput& in = x.in;
-  float* y = out.mutable_data_ptr<float>();
-  const int64_t bands = (rows + ROWS - 1) / ROWS,
-                grain = std::max<int64_t>(1, WEIGHTS_PER_THREAD / (ROWS * in.columns));
-  at::parallel_for(0, bands, grain, [&](int64_t from, int64_t to) {
-    std::vector<float> scales(ROWS * in.groups), leasts(ROWS * in.groups);
-    multiply_rows(format, in, from * ROWS, std::min(to * ROWS, rows), fp32_or_null(fp32_bias), y, rows, scales.data(),
-                  leasts.data());
-  });
-  return out;
-}
-
 #if MONOBLOCK_TILES
 // x W' + bias in tiles; the operand with fewer rows is the one that is packed first.
 template <int PARTS, class Weight>
-at::Tensor multiply_in_tiles(const at::Tensor& x, const Weight& weight, const OptionalTensor& bias) {
-  const at::Tensor input = x.contiguous();
-  at::Tensor out = empty_output(input, weight.rows);
-  const OptionalTensor fp32_bias = to_fp32(bias);
-  const int64_t inputs = x.size(-1), batch = x.numel() / inputs;
-  const split::DenseRows rows{input.const_data_ptr<float>(), batch, inputs};
-  float* y = out.mutable_data_ptr<float>();
-  if (batch < weight.rows)
-    split::multiply<PARTS>(weight, rows, {y, weight.rows, batch, weight.rows, fp32_or_null(fp32_bias), true});
+void multiply_in_tiles(const split::DenseRows& x, const Weight& weight, const float* bias, float* y) {
+  if (x.rows < weight.rows)
+    split::multiply<PARTS>(weight, x, {y, weight.rows, x.rows, weight.rows, bias, true});
   else
-    split::multiply<PARTS>(rows, weight, {y, batch, weight.rows, weight.rows, fp32_or_null(fp32_bias), false});
-  return out;
+    split::multiply<PARTS>(x, weight, {y, x.rows, weight.rows, weight.rows, bias, false});
 }
 
-at::Tensor multiply_in_integers(const Int8Format& format, const at::Tensor& x, const OptionalTensor& bias,
-                                int64_t rows, int limit) {
-  const LinearInput input(x, format.columns, format.columns / format.groups);
-  at::Tensor out = empty_output(input.x, rows);
-  const OptionalTensor fp32_bias = to_fp32(bias);
-  const auto multiply = limit == LIMIT_8_BITS ? &integer_tiles::multiply<1> : &integer_tiles::multiply<2>;
-  multiply(format, input.in, rows, fp32_or_null(fp32_bias), out.mutable_data_ptr<float>());
-  return out;
-}
-
-// x (…, inputs) rounded to integers of at most `limit`, times their step.
-at::Tensor round_rows(const at::Tensor& x, int64_t columns, int64_t group, int limit) {
-  const LinearInput input(x, columns, group);
-  const int64_t inputs = x.size(-1);
-  at::Tensor out = at::empty_like(input.x);
-  float* to = out.mutable_data_ptr<float>();
-  at::parallel_for(0, input.in.batch, 8, [&](int64_t begin, int64_t end) {
-    std::vector<int16_t> integers(columns);
-    std::vector<float> steps(columns / group);
-    for (int64_t b = begin; b < end; ++b) {
-      quantize_row(input.in.x + b * columns, columns / group, group, integers.data(), steps.data(), limit);
-      for (int64_t i = 0; i < inputs; ++i) to[b * inputs + i] = integers[i] * steps[i / group];
+// The same for a quantized weight: bytes are multiplied as they are, in groups that one integer adds up.
+void multiply_quantized_in_tiles(const WeightMatrix& m, const LinearInput& input, float* y) {
+  const int64_t group = m.columns / m.groups;
+  with_format(m, [&]<class Format>(const Format& format) {
+    if constexpr (!Format::offset)
+      if (group <= MAX_PRODUCTS) {
+        const auto multiply = m.limit == LIMIT_8_BITS ? &integer_tiles::multiply<1> : &integer_tiles::multiply<2>;
+        const MatvecInput in{input.rows, nullptr, input.batch, m.columns, group, m.groups, m.columns};
+        return multiply(format, in, m.rows, m.bias, y);
+      }
+    std::vector<float> rounded;  // to the integers of a group, times their step
+    if (m.limit == LIMIT_8_BITS) {
+      rounded.resize(input.batch * m.columns);
+      at::parallel_for(0, input.batch, 8, [&](int64_t begin, int64_t end) {
+        std::vector<int16_t> integers(m.columns);
+        std::vector<float> steps(m.groups);
+        for (int64_t b = begin; b < end; ++b) {
+          quantize_row(input.rows + b * m.columns, m.groups, group, integers.data(), steps.data(), m.limit);
+          for (int64_t i = 0; i < m.columns; ++i) rounded[b * m.columns + i] = integers[i] * steps[i / group];
+        }
+      });
     }
+    const float* x = rounded.empty() ? input.rows : rounded.data();
+    const split::QuantizedRows<Format> weight{format, m.rows, m.columns, group};
+    multiply_in_tiles<2>({x, input.batch, m.columns}, weight, m.bias, y);
+  });
+}
+#endif
+
+// x (…, inputs) times weight (rows, columns) -> (…, rows).  A weight of 8 bits has a scale, and one of 4 bits a least
+// value as well, for each group of a row; x is rounded to `activation_bits` for them.  exact: the bits of a row do not
+// depend on the other rows, as in an exact pass of a stack.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& scale,
+                  const OptionalTensor& least, const OptionalTensor& bias, int64_t activation_bits, bool exact) {
+  check_linear(x, weight, bias);
+  TORCH_CHECK(scale || !least, "scale is None; a weight with least values needs it");
+  WeightMatrix m{least ? WeightMatrix::INT4 : scale ? WeightMatrix::INT8 : WeightMatrix::DENSE, weight.const_data_ptr()};
+  check_dtype("weight", weight, least ? at::kByte : scale ? at::kChar : at::kFloat);
+  m.rows = weight.size(0), m.columns = weight.size(1) * (least ? 2 : 1);
+  if (scale) {
+    check_memory("scale", *scale), check_shape("scale", *scale, {m.rows, ANY});
+    m.groups = scale->size(1), m.limit = activation_limit("activation_bits", activation_bits);
+    check_groups("weight", m.columns, m.groups, x.size(-1));
+    m.scale = group_values("scale", *scale, m.rows, m.groups);
+    if (least) m.least = group_values("least", *least, m.rows, m.groups);
+  } else {
+    check_shape("weight", weight, {ANY, x.size(-1)});
+  }
+  const OptionalTensor fp32_bias = to_fp32(bias);
+  m.bias = fp32_or_null(fp32_bias);
+  const LinearInput input(x, m.columns);
+  at::Tensor out = empty_output(input.x, m.rows);
+  float* y = out.mutable_data_ptr<float>();
+#if MONOBLOCK_TILES
+  if (m.is_quantized() && !exact && input.batch >= MANY_ROWS && can_use_tiles())
+    return multiply_quantized_in_tiles(m, input, y), out;
+#endif
+  SharedRows& shared = shared_rows(exact);
+  run_threads(m.rows * m.columns * input.batch, [&](Barrier& barrier, int number, int count) {
+    ThreadProducts(input.batch, shared, barrier, number, count).multiply({{&m, y, m.rows}}, input.rows, m.columns);
   });
   return out;
-}
-#endif
-
-template <class Elements, class Format>
-at::Tensor multiply_in_panels(const Format& format, const at::Tensor& x, const OptionalTensor& bias, int64_t rows,
-                              int limit) {
-  const at::Tensor input = x.contiguous();
-  at::Tensor out = empty_output(input, rows);
-  const OptionalTensor fp32_bias = to_fp32(bias);
-  integer_panels::multiply<Elements>(format, input.const_data_ptr<float>(), x.numel() / x.size(-1), x.size(-1), limit,
-                                     rows, fp32_or_null(fp32_bias), out.mutable_data_ptr<float>());
-  return out;
-}
-
-// The same for a quantized weight: many rows of x are multiplied in tiles, where the processor has them, or in panels.
-template <class Format>
-at::Tensor multiply_quantized(const Format& format, const at::Tensor& x, const OptionalTensor& bias, int64_t rows,
-                              int limit) {
-  using namespace integer_panels;
-  const int64_t group = format.columns / format.groups;
-  if (x.numel() / x.size(-1) >= MANY_ROWS && can_multiply_many_rows(group)) {
-#if MONOBLOCK_TILES
-    if (can_use_tiles()) {
-      if constexpr (!Format::offset)
-        if (group <= MAX_PRODUCTS) return multiply_in_integers(format, x, bias, rows, limit);
-      const at::Tensor rounded = limit == LIMIT_8_BITS ? round_rows(x, format.columns, group, limit) : x;
-      return multiply_in_tiles<2>(rounded, split::QuantizedRows<Format>{format, rows, format.columns, group}, bias);
-    }
-#endif
-    if (HAS_BYTE_PRODUCTS && limit == LIMIT_8_BITS)
-      return multiply_in_panels<ByteElements>(format, x, bias, rows, limit);
-    return multiply_in_panels<ShortElements>(format, x, bias, rows, limit);
-  }
-  LinearInput input(x, format.columns, group);
-  input.quantize(Format::offset, limit);
-  return ::multiply(format, input, bias, rows);
-}
-
-// x (…, inputs) times weight (rows, inputs) in fp32 or bfloat16 -> (…, rows).
-at::Tensor linear_dense(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
-  check_linear(x, weight, bias);
-  const auto type = weight.scalar_type();
-  TORCH_CHECK(type == at::kFloat || type == at::kBFloat16, "weight has dtype ", type, "; Float or BFloat16 is needed");
-  const int64_t rows = weight.size(0), columns = weight.size(1);
-  TORCH_CHECK(columns == x.size(-1) && columns % CHUNK == 0, "weight has ", columns, " columns; ", x.size(-1),
-              " are needed, a multiple of ", CHUNK);
-  const LinearInput input(x, columns, columns);
-  if (type == at::kBFloat16)
-    return multiply(Bf16Format{group_values("weight", weight, rows, columns), columns}, input, bias, rows);
-  return multiply(Fp32Format{weight.const_data_ptr<float>(), columns}, input, bias, rows);
-}
-
-// x (…, inputs), rounded to `activation_bits`, times weight (rows, columns) of 8 bits with a scale (rows, groups) ->
-// (…, rows).
-at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
-                       const OptionalTensor& bias, int64_t activation_bits) {
-  check_linear(x, weight, bias), check_dtype("weight", weight, at::kChar);
-  const int64_t rows = weight.size(0), columns = weight.size(1), groups = count_groups(x, weight, columns, scale);
-  const Int8Format format{weight.const_data_ptr<int8_t>(), group_values("scale", scale, rows, groups), columns, groups};
-  return multiply_quantized(format, x, bias, rows, activation_limit("activation_bits", activation_bits));
-}
-
-// x (…, inputs) times weight (rows, columns / 2) of 4 bits with scale and least (rows, groups) -> (…, rows).
-at::Tensor linear_int4(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale, const at::Tensor& least,
-                       const OptionalTensor& bias, int64_t activation_bits) {
-  check_linear(x, weight, bias), check_dtype("weight", weight, at::kByte);
-  const int64_t rows = weight.size(0), columns = 2 * weight.size(1), groups = count_groups(x, weight, columns, scale);
-  const Int4Format format{weight.const_data_ptr<uint8_t>(), group_values("scale", scale, rows, groups),
-                          group_values("least", least, rows, groups), columns, groups};
-  return multiply_quantized(format, x, bias, rows, activation_limit("activation_bits", activation_bits));
 }
 
 // x (…, inputs) times weight (rows, inputs), both fp32, in tiles where the processor has them -> (…, rows).
 at::Tensor linear_tiles(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
   check_linear(x, weight, bias), check_tensor("weight", weight, at::kFloat, {ANY, x.size(-1)});
+  const OptionalTensor fp32_bias = to_fp32(bias);
 #if MONOBLOCK_TILES
-  if (can_use_tiles() && x.numel() && weight.numel())
-    return multiply_in_tiles<3>(x, split::DenseRows{weight.const_data_ptr<float>(), weight.size(0), x.size(-1)}, bias);
+  if (can_use_tiles() && x.numel() && weight.numel()) {
+    const LinearInput input(x, x.size(-1));
+    at::Tensor out = empty_output(input.x, weight.size(0));
+    multiply_in_tiles<3>({input.rows, input.batch, input.inputs},
+                         split::DenseRows{weight.const_data_ptr<float>(), weight.size(0), input.inputs},
+                         fp32_or_null(fp32_bias), out.mutable_data_ptr<float>());
+    return out;
+  }
 #endif
-  return at::linear(x, weight, to_fp32(bias));
+  return at::linear(x, weight, fp32_bias);
 }
 
 // The gradient of x (…, inputs), from that of the output (…, rows) and weight (rows, inputs).
@@ -220,16 +157,54 @@ at::Tensor linear_tiles_grad_input(const at::Tensor& grad, const at::Tensor& wei
   check_tensor("weight", weight, at::kFloat, {grad.size(-1), ANY});
 #if MONOBLOCK_TILES
   if (can_use_tiles() && grad.numel() && weight.numel()) {
-    const int64_t rows = grad.size(-1), inputs = weight.size(1), batch = grad.numel() / rows;
-    const at::Tensor from = grad.contiguous();
-    at::Tensor out = empty_output(from, inputs);
-    split::multiply<3>(split::DenseRows{from.const_data_ptr<float>(), batch, rows},
-                       split::DenseColumns{weight.const_data_ptr<float>(), inputs, rows, inputs},
-                       {out.mutable_data_ptr<float>(), batch, inputs, inputs, nullptr, false});
+    const int64_t inputs = weight.size(1);
+    const LinearInput from(grad, grad.size(-1));
+    at::Tensor out = empty_output(from.x, inputs);
+    split::multiply<3>(split::DenseRows{from.rows, from.batch, from.inputs},
+                       split::DenseColumns{weight.const_data_ptr<float>(), inputs, from.inputs, inputs},
+                       {out.mutable_data_ptr<float>(), from.batch, inputs, inputs, nullptr, false});
     return out;
   }
 #endif
   return at::matmul(grad, weight);
+}
+
+// The smallest bfloat16 that is not below x >= 0.
+uint16_t round_up_to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return uint16_t((bits + 0xffff) >> 16);
+}
+
+// Quantization to 8 bits, as quantization/packing.py has it: the largest |w| of a group becomes 127 times its scale,
+// which is rounded up to bfloat16, so that nothing is clipped.  weight (…, group) -> integers of the same shape, and a
+// scale for each group.
+std::tuple<at::Tensor, at::Tensor> quantize_int8(const at::Tensor& weight) {
+  check_dtype("weight", weight, at::kFloat), check_contiguous("weight", weight);
+  TORCH_CHECK(weight.dim() >= 1 && weight.size(-1) > 0 && weight.size(-1) % LANES == 0, "weight has shape ",
+              shape_text(weight.sizes()), "; groups of a multiple of ", LANES, " are needed");
+  const int64_t group = weight.size(-1), groups = weight.numel() / group;
+  at::Tensor integers = at::empty(weight.sizes(), weight.options().dtype(at::kChar));
+  at::Tensor scales = at::empty({groups}, weight.options().dtype(at::kBFloat16));
+  const float* from = weight.const_data_ptr<float>();
+  int8_t* to = integers.mutable_data_ptr<int8_t>();
+  uint16_t* scale = static_cast<uint16_t*>(scales.mutable_data_ptr());
+  using Bytes = int8_t __attribute__((vector_size(LANES)));
+  at::parallel_for(0, groups, std::max<int64_t>(1, WEIGHTS_PER_THREAD / group), [&](int64_t begin, int64_t end) {
+    for (int64_t g = begin; g < end; ++g) {
+      scale[g] = round_up_to_bf16(max_abs(from + g * group, group) / 127);
+      const uint32_t bits = uint32_t(scale[g]) << 16;
+      float step;
+      std::memcpy(&step, &bits, sizeof step);
+      if (step == 0) step = 1;
+      for (int64_t i = 0; i < group; i += LANES) {
+        const Floats n = (load<Floats>(from + g * group + i) / step + SHIFT) - SHIFT;
+        const Bytes bytes = __builtin_convertvector(__builtin_convertvector(n, Ints), Bytes);
+        std::memcpy(to + g * group + i, &bytes, sizeof bytes);
+      }
+    }
+  });
+  return {integers, scales};
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // A weight times several panels, a block of its rows at a time, which stays in the cache for all panels.
 //
 // fp32 weights are multiplied by `tiles` of panel.h.  Quantized weights are multiplied in matrix tiles, where the
-// processor has them: they and the panels become sums of two bfloat16 (split_numbers.h), and the sums of three products
+// processor has them: they and the panels become sums of two bfloat16 (split_products.h), and the sums of three products
 // come out as a panel.  A block of the weight is unpacked while the block before it is multiplied.  fp32 weights could
 // be multiplied likewise, in six products, but whether that is faster than `tiles` depends on what else the processor
 // does.

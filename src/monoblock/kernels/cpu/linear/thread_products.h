@@ -12,7 +12,6 @@
 
 #include "linear/integer_panels.h"
 #include "linear/matvec.h"
-#include "linear/panel_order.h"
 #include "linear/panel_products.h"
 #include "stack/stack_weights.h"
 #include "threads.h"
@@ -38,6 +37,13 @@ class SharedRows {
   integer_panels::QuantizedRows<integer_panels::ShortElements> shorts;
 };
 
+// Those of the calling thread, for all threads of its next products.
+inline SharedRows& shared_rows(bool is_exact) {
+  thread_local SharedRows rows;
+  rows.is_exact = is_exact;
+  return rows;
+}
+
 struct Product {
   const WeightMatrix* matrix;
   float* y;
@@ -48,6 +54,21 @@ class ThreadProducts {
  public:
   ThreadProducts(int64_t batch, SharedRows& rows, Barrier& b, int n, int c)
       : batch(batch), rows_in_panels{batch}, many_rows(rows), barrier(b), number(n), count(c) {}
+
+  // This thread's share of several products of one x.
+  void multiply(std::initializer_list<Product> products, const float* x, int64_t stride) {
+    int64_t total = 0, before = 0;
+    for (const Product& p : products) total += bands(*p.matrix);
+    const auto [begin, end] = share(total);
+    const WeightMatrix* last = nullptr;
+    for (const Product& p : products) {
+      prepare(*p.matrix, x, stride, std::exchange(last, p.matrix));
+      const int64_t size = bands(*p.matrix);
+      const int64_t b = std::max(begin - before, int64_t(0)), e = std::min(end - before, size);
+      if (b < e) multiply_bands(*p.matrix, x, stride, b, e, p.y, p.y_stride);
+      before += size;
+    }
+  }
 
  protected:
   const int64_t batch;  // rows of x
@@ -87,21 +108,6 @@ class ThreadProducts {
       const MatvecInput in = input(m, x, stride);  // makes room for scales and leasts
       multiply_rows(format, in, low, high, m.bias, y, y_stride, scales.data(), leasts.data());
     });
-  }
-
-  // This thread's share of several products of one x.
-  void multiply(std::initializer_list<Product> products, const float* x, int64_t stride) {
-    int64_t total = 0, before = 0;
-    for (const Product& p : products) total += bands(*p.matrix);
-    const auto [begin, end] = share(total);
-    const WeightMatrix* last = nullptr;
-    for (const Product& p : products) {
-      prepare(*p.matrix, x, stride, std::exchange(last, p.matrix));
-      const int64_t size = bands(*p.matrix);
-      const int64_t b = std::max(begin - before, int64_t(0)), e = std::min(end - before, size);
-      if (b < e) multiply_bands(*p.matrix, x, stride, b, e, p.y, p.y_stride);
-      before += size;
-    }
   }
 
   static constexpr int64_t PANEL = panels::PANEL;
