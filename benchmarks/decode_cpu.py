@@ -26,9 +26,8 @@ import torch
 from _report import commit, write_section
 
 import monoblock as mb
-from monoblock.cli._bench.decoding import measure_runners
-from monoblock.cli._shared.bench_runners import DEFAULT_RUNNERS
 from monoblock.cli.bench import print_report
+from monoblock.cli.bench_generation import DEFAULT_RUNNERS, measure_runners
 from monoblock.inference.engine import Engine
 from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import Settings

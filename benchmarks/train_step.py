@@ -22,8 +22,15 @@ from _report import commit, write_section
 from torch.profiler import ProfilerActivity, profile
 
 import monoblock as mb
-from monoblock.cli._bench.ceilings import best_product_seconds
-from monoblock.cli._bench.training import OURS, PLAIN, PlainGpt, build_models, time_models, time_step
+from monoblock.cli.bench_training import (
+    OURS,
+    PLAIN,
+    PlainGpt,
+    best_product_seconds,
+    build_models,
+    time_models,
+    time_step,
+)
 from monoblock.kernels.cpu.processor import processor_name
 
 RESULTS = Path(__file__).with_name("results") / "train-cpu.md"

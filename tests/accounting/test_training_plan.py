@@ -22,7 +22,8 @@ from monoblock.accounting.parameters import block_matrix_weights, block_paramete
 from monoblock.accounting.rank_memory import rank_memory
 from monoblock.accounting.report import account
 from monoblock.accounting.training_plan import Hardware, pipeline_bubble, plan_training
-from monoblock.cli.account import command
+from monoblock.cli.account import Account
+from monoblock.cli.verb import build_command
 from monoblock.config.families import gpt, llama, t5
 from monoblock.config.model import RecurrentConfig
 from monoblock.config.presets import preset
@@ -298,7 +299,7 @@ def test_an_optimizer_without_states_saves_their_memory():
 
 
 def run(*words):
-    return CliRunner().invoke(command, list(words))
+    return CliRunner().invoke(build_command("account", Account), list(words))
 
 
 def test_the_plan_of_a_70b_on_512_gpus_with_its_price():

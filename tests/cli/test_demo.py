@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from monoblock.cli._shared import training_run
+from monoblock.cli import training_run
 from monoblock.cli.main import run
 from monoblock.training import checkpoint
 from monoblock.training.interrupt import StopRequest

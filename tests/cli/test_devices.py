@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from monoblock import untrusted_files
-from monoblock.cli._shared.line_reader import read_lines
+from monoblock.cli.lines import read_lines
 from monoblock.cli.main import run
 from monoblock.errors import FileError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from generated_pages import CLASSES, PAGES, find_stale_pages, main
 
-from monoblock.cli._shared import output
+from monoblock.cli import output
 from monoblock.cli.main import VERBS, run
 from monoblock.config import inputs, model, parts, positions
 from monoblock.config.families import bart, llama, vit

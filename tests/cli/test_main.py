@@ -5,14 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import click
 import pytest
 
-from monoblock.cli import env, ls, main
-from monoblock.cli._shared import output
+from monoblock.cli import env, ls, main, output
 from monoblock.cli.main import VERBS, run
 from monoblock.config.presets import PRESETS
 from monoblock.errors import ConfigError, FileError
@@ -25,8 +25,14 @@ def verb(monkeypatch):
     """Register a function as `monoblock probe`."""
 
     def register(function):
-        module = SimpleNamespace(command=click.command("probe")(function))
-        monkeypatch.setitem(VERBS, "probe", ("tests.probe", "A verb for the tests."))
+        class Probe:
+            """A verb for the tests."""
+
+            def run(self):
+                return function()
+
+        module = SimpleNamespace(Probe=dataclass(Probe))
+        monkeypatch.setitem(VERBS, "probe", "A verb for the tests.")
         monkeypatch.setattr(main, "import_module", lambda name: module)
 
     return register

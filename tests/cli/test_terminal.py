@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.cli._shared import output
+from monoblock.cli import output
 from monoblock.cli.main import run
 from monoblock.runs.progress import TrainingProgress
 from monoblock.training.events import SampleEvent
@@ -21,7 +21,7 @@ EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r"  # sets the title, clears the screen, 
 SHOWN = "<1B>]0;owned<07><1B>[2J<9B>31m<0D>"
 TOKEN = EVIL.removesuffix("\r")
 CONTROLS = {"\x1b", "\x07", "\x7f", "\x9b", "\r"}
-CLI = Path(output.__file__).parent.parent
+CLI = Path(output.__file__).parent
 
 
 class Terminal(io.StringIO):

@@ -88,10 +88,8 @@ def test_pieces_are_coloured_on_a_terminal(workspace, capsys, monkeypatch):
     folder = train_tokenizer(workspace)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     capsys.readouterr()
-    from monoblock.cli import tokenizer as verb
-
     styled = []
-    monkeypatch.setattr(verb.click, "style", lambda text, **style: styled.append((text, style["bg"])) or text)
+    monkeypatch.setattr("click.style", lambda text, **style: styled.append((text, style["bg"])) or text)
     assert run(["tokenizer", "show", folder, "the heaven"]) == 0
     assert [text for text, _ in styled] == ["the", " heaven"]
     assert styled[0][1] != styled[1][1]

@@ -1,17 +1,26 @@
 """`monoblock account`: count the parameters, FLOPs and memory of a model from its configuration alone."""
 
+from __future__ import annotations
+
 import json
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from monoblock.accounting.memory import DTYPE_BITS, OPTIMIZER_STATES
-from monoblock.accounting.report import Account
-from monoblock.cli._shared.account_report import print_account
-from monoblock.cli._shared.number_types import NumberRange
-from monoblock.cli._shared.output import json_option, print_json, suggest_next
-from monoblock.cli._shared.plan_options import COUNT, PLAN_OPTIONS, build_plan, plan_options
+from monoblock.accounting.parallel import GPUS_PER_NODE, STRATEGIES, plan_ranks
+from monoblock.accounting.training_plan import (
+    INTER_BANDWIDTH,
+    INTRA_BANDWIDTH,
+    PIPELINE_MICRO_BATCHES,
+    Hardware,
+    list_assumptions,
+    plan_training,
+)
+from monoblock.cli.account_report import PLAN_MODES, print_account
+from monoblock.cli.output import report
+from monoblock.cli.verb import Count, argument, json_option, option
 from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.parts import CheckpointMode
@@ -19,6 +28,10 @@ from monoblock.errors import ConfigError, InputError
 from monoblock.interop.config_file import read_any_config
 from monoblock.runs.account import account, is_recipe
 
+if TYPE_CHECKING:
+    from monoblock.accounting import report as accounting
+
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
 # Option -> (the options without any of which it has no effect, its default value).
 DEPENDENT_OPTIONS: dict[str, tuple[tuple[str, ...], Any]] = {
     "peak_tflops": (("tokens", "strategy"), 989.0),
@@ -26,12 +39,92 @@ DEPENDENT_OPTIONS: dict[str, tuple[tuple[str, ...], Any]] = {
     "price": (("tokens",), None),
     "prompt": (("new",), 1),
     "beams": (("new",), 1),
-    **PLAN_OPTIONS,
+    "tensor": (("strategy",), None),
+    "pipeline": (("strategy",), None),
+    "micro_batches": (("strategy",), None),
+    "gpus_per_node": (("strategy",), GPUS_PER_NODE),
+    "intra_gbps": (("strategy",), INTRA_BANDWIDTH / 1e9),
+    "inter_gbps": (("strategy",), INTER_BANDWIDTH / 1e9),
+    "gpu_memory": (("strategy",), 80),  # GB of an H100
 }
-TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
+ABOVE_ZERO = {"least": 0, "is_open": (True, False)}
 
 
-# -- configuration ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """Count the parameters, FLOPs and memory of WHAT: a preset from `monoblock ls presets`, a recipe, a model folder, a
+    config.json or a GGUF file.
+
+    Arguments of the form key=value change the configuration first, as in depth=24, and those of a recipe its keys, as
+    in model.depth=24.
+    """
+
+    what: str = argument()
+    overrides: tuple[str, ...] = argument((), metavar="[key=value …]")
+    batch: int = option("Sequences per pass on each GPU.", 1, least=1)
+    length: int | None = option(
+        "Tokens per sequence; for an encoder-decoder, source tokens.  [default: the context length]", least=1
+    )
+    target_length: int | None = option(
+        "Target tokens per sequence, for an encoder-decoder.  [default: as many as source tokens]", least=1
+    )
+    dtype: str = option("Dtype of the weights.", "bf16", choices=tuple(DTYPE_BITS))
+    optimizer: str = option(
+        "Optimizer whose state is counted in the training memory.", "adamw", choices=tuple(OPTIMIZER_STATES)
+    )
+    gpus: int = option("Shard the training state over this many GPUs, or train on them as --strategy says.", 1, least=1)
+    strategy: str | None = option(
+        "Also plan the training on --gpus GPUs: memory, communication and time of a step on each.",
+        choices=tuple(STRATEGIES),
+    )
+    tensor: int | None = option(
+        "With --strategy: ranks that split every layer.  [default: all GPUs; with fsdp+tp those of a node]", least=1
+    )
+    pipeline: int | None = option("With --strategy: pipeline stages.  [default: as many as GPUs]", least=1)
+    micro_batches: int | None = option(
+        f"With --strategy: passes per step.  [default: 1; of a pipeline {PIPELINE_MICRO_BATCHES} a stage]", least=1
+    )
+    gpus_per_node: int | None = option("With --strategy: GPUs of a machine.  [default: 8]", least=1)
+    intra_gbps: float | None = option(
+        "With --strategy: bandwidth of a GPU within a machine, in GB/s.  [default: 450, NVLink of an H100]",
+        **ABOVE_ZERO,
+    )
+    inter_gbps: float | None = option(
+        "With --strategy: bandwidth of a GPU between machines, in GB/s.  [default: 50]", **ABOVE_ZERO
+    )
+    gpu_memory: float | None = option("With --strategy: memory of a GPU, in GB.  [default: 80]", **ABOVE_ZERO)
+    tokens: int | None = option("Also report the time to train on this many tokens, as in 2e12.", kind=Count())
+    peak_tflops: float | None = option(
+        "With --tokens or --strategy: peak speed of one GPU in TFLOP/s.  [default: 989, an H100 with dense bf16]"
+    )
+    mfu: float | None = option(
+        "With --tokens: model FLOPs utilization, from 0 to 1; with --strategy: that of the computation alone.  "
+        "[default: 0.4]"
+    )
+    price: float | None = option("With --tokens: price of a GPU hour, to report the cost too.", least=0)
+    new: int | None = option("Also report the cost of generating this many tokens.", least=1)
+    prompt: int | None = option("With --new: tokens in the prompt.  [default: 1]", least=1)
+    beams: int | None = option("With --new: number of beams.  [default: 1]", least=1)
+    measure: bool = option("Also build the model and time each component in a forward pass.", False)
+    as_json: bool = json_option()
+
+    def run(self) -> None:
+        options = fill_dependent_options(asdict(self))
+        is_changed = self.overrides and not is_recipe(self.what)  # a recipe's keys change before its model is built
+        source = apply_overrides(read_any_config(self.what), self.overrides) if is_changed else self.what
+        name = " ".join([self.what, *self.overrides])
+        model_account = account(source, name=name, overrides=() if is_changed else self.overrides)
+        try:
+            result = build_report(model_account, options)
+        except InputError as problem:  # sizes from the command line that do not fit this model
+            raise click.UsageError(str(problem)) from None
+        tokens = TOKENS_PER_PARAMETER * model_account.active_parameters
+        report(
+            self.as_json,
+            result,
+            lambda result: print_account(model_account, result),
+            f"account {model_account.name} --tokens {tokens}" if self.tokens is None else "ls presets",
+        )
 
 
 def apply_overrides(config: ModelConfig | RecurrentConfig, overrides: tuple[str, ...]) -> ModelConfig | RecurrentConfig:
@@ -52,10 +145,17 @@ def apply_overrides(config: ModelConfig | RecurrentConfig, overrides: tuple[str,
     return vary(config, **knobs)
 
 
-# -- report ----------------------------------------------------------------------------------------------------------
+def fill_dependent_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Fill in the defaults of DEPENDENT_OPTIONS; raise UsageError for an option without the one it depends on."""
+    for name, (needed, default) in DEPENDENT_OPTIONS.items():
+        if options[name] is not None and all(options[other] is None for other in needed):
+            flag, others = f"--{name.replace('_', '-')}", " or ".join(f"--{other}" for other in needed)
+            raise click.UsageError(f"{flag} {options[name]} has no effect without {others}; give both or neither")
+        options = options | {name: default if options[name] is None else options[name]}
+    return options
 
 
-def build_report(model_account: Account, options: dict[str, Any]) -> dict[str, Any]:
+def build_report(model_account: accounting.Account, options: dict[str, Any]) -> dict[str, Any]:
     """Return the report that --json prints: `Account.to_dict`, and what further options add to it."""
     sizes = {key: options[key] for key in ("batch", "length", "target_length")}
     report: dict[str, Any] = model_account.to_dict(
@@ -76,14 +176,14 @@ def build_report(model_account: Account, options: dict[str, Any]) -> dict[str, A
     return report
 
 
-def _peak_memory(model_account: Account, options: dict[str, Any]) -> dict[str, int]:
+def _peak_memory(model_account: accounting.Account, options: dict[str, Any]) -> dict[str, int]:
     """Return the largest memory of a step of `monoblock train` on one GPU, by how activations are kept."""
     sizes = {key: options[key] for key in ("batch", "length", "target_length", "optimizer")}
     modes: dict[str, CheckpointMode] = {"kept": False, "selective": "selective", "checkpointed": True}
     return {name: model_account.plan(**sizes, checkpointing=mode).memory.peak for name, mode in modes.items()}
 
 
-def _measure_components(model_account: Account, options: dict[str, Any]) -> dict[str, Any]:
+def _measure_components(model_account: accounting.Account, options: dict[str, Any]) -> dict[str, Any]:
     """Build the model with random weights and profile a forward pass; return the device and the cost by component."""
     import torch
 
@@ -111,7 +211,7 @@ def _measure_components(model_account: Account, options: dict[str, Any]) -> dict
     return {"device": str(device), "parts": {name: asdict(cost) for name, cost in profile(model, *inputs).items()}}
 
 
-def _decoding_costs(model_account: Account, options: dict[str, Any]) -> dict[str, Any]:
+def _decoding_costs(model_account: accounting.Account, options: dict[str, Any]) -> dict[str, Any]:
     common = {"prompt": options["prompt"], "new": options["new"], "batch": options["batch"], "dtype": options["dtype"]}
     source = options["length"] if model_account.family == "encoder-decoder" else None
     beams = (1, options["beams"]) if options["beams"] > 1 else (1,)
@@ -124,90 +224,34 @@ def _decoding_costs(model_account: Account, options: dict[str, Any]) -> dict[str
     }
 
 
-# -- command ---------------------------------------------------------------------------------------------------------
-
-POSITIVE_INT = click.IntRange(min=1)
-
-
-def fill_dependent_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the defaults of DEPENDENT_OPTIONS; raise UsageError for an option without the one it depends on."""
-    for name, (needed, default) in DEPENDENT_OPTIONS.items():
-        if options[name] is not None and all(options[other] is None for other in needed):
-            flag, others = f"--{name.replace('_', '-')}", " or ".join(f"--{other}" for other in needed)
-            raise click.UsageError(f"{flag} {options[name]} has no effect without {others}; give both or neither")
-        options = options | {name: default if options[name] is None else options[name]}
-    return options
-
-
-@click.command(
-    name="account",
-    help="Count the parameters, FLOPs and memory of WHAT: a preset from `monoblock ls presets`, a recipe, a "
-    "model folder, a config.json or a GGUF file.\n\nArguments of the form key=value change the configuration first, as "
-    "in depth=24, and those of a recipe its keys, as in model.depth=24.",
-)
-@click.argument("what")
-@click.argument("overrides", nargs=-1, metavar="[key=value …]")
-@click.option("--batch", type=POSITIVE_INT, default=1, show_default=True, help="Sequences per pass on each GPU.")
-@click.option(
-    "--length",
-    type=POSITIVE_INT,
-    help="Tokens per sequence; for an encoder-decoder, source tokens.  [default: the context length]",
-)
-@click.option(
-    "--target-length",
-    type=POSITIVE_INT,
-    help="Target tokens per sequence, for an encoder-decoder.  [default: as many as source tokens]",
-)
-@click.option(
-    "--dtype", type=click.Choice(list(DTYPE_BITS)), default="bf16", show_default=True, help="Dtype of the weights."
-)
-@click.option(
-    "--optimizer",
-    type=click.Choice(list(OPTIMIZER_STATES)),
-    default="adamw",
-    show_default=True,
-    help="Optimizer whose state is counted in the training memory.",
-)
-@click.option(
-    "--gpus",
-    type=POSITIVE_INT,
-    default=1,
-    show_default=True,
-    help="Shard the training state over this many GPUs, or train on them as --strategy says.",
-)
-@plan_options
-@click.option("--tokens", type=COUNT, help="Also report the time to train on this many tokens, as in 2e12.")
-@click.option(
-    "--peak-tflops",
-    type=float,
-    help="With --tokens or --strategy: peak speed of one GPU in TFLOP/s.  [default: 989, an H100 with dense bf16]",
-)
-@click.option(
-    "--mfu",
-    type=float,
-    help="With --tokens: model FLOPs utilization, from 0 to 1; with --strategy: that of the computation alone.  "
-    "[default: 0.4]",
-)
-@click.option("--price", type=NumberRange(min=0), help="With --tokens: price of a GPU hour, to report the cost too.")
-@click.option("--new", type=POSITIVE_INT, help="Also report the cost of generating this many tokens.")
-@click.option("--prompt", type=POSITIVE_INT, help="With --new: tokens in the prompt.  [default: 1]")
-@click.option("--beams", type=POSITIVE_INT, help="With --new: number of beams.  [default: 1]")
-@click.option("--measure", is_flag=True, help="Also build the model and time each component in a forward pass.")
-@json_option
-def command(what: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    options = fill_dependent_options(options)
-    is_changed = overrides and not is_recipe(what)  # the keys of a recipe are changed before its model is built
-    source = apply_overrides(read_any_config(what), overrides) if is_changed else what
-    model_account = account(source, name=" ".join([what, *overrides]), overrides=() if is_changed else overrides)
-    try:
-        report = build_report(model_account, options)
-    except InputError as problem:  # sizes from the command line that do not fit this model
-        raise click.UsageError(str(problem)) from None
-    if as_json:
-        print_json(report)
-        return
-    print_account(model_account, report)
-    if options["tokens"] is None:
-        suggest_next(f"account {model_account.name} --tokens {TOKENS_PER_PARAMETER * model_account.active_parameters}")
-    else:
-        suggest_next("ls presets")
+def build_plan(model_account: accounting.Account, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan as JSON values, for every mode of checkpointing."""
+    config = model_account.config
+    if isinstance(config, RecurrentConfig):
+        raise ConfigError("--strategy plans the training of Transformers, but this model is an LSTM; leave it out")
+    hardware = Hardware(
+        peak=1e12 * options["peak_tflops"],
+        utilization=options["mfu"],
+        gpus_per_node=options["gpus_per_node"],
+        intra_bandwidth=1e9 * options["intra_gbps"],
+        inter_bandwidth=1e9 * options["inter_gbps"],
+        memory=int(1e9 * options["gpu_memory"]),
+    )
+    sizes = {key: options[key] for key in ("tensor", "pipeline", "gpus_per_node")}
+    parallel = plan_ranks(config, options["strategy"], options["gpus"], **sizes)
+    shape = {key: options[key] for key in ("batch", "length", "target_length", "micro_batches", "optimizer")}
+    modes = {}
+    for mode, (checkpointing, _) in PLAN_MODES.items():
+        plan = plan_training(config, parallel, **shape, checkpointing=checkpointing, hardware=hardware)
+        modes[mode] = plan.to_dict()
+        if options["tokens"]:
+            hours = plan.gpu_hours(options["tokens"])
+            modes[mode] |= {"gpu_hours": hours, "days": hours / 24 / parallel.size}
+            modes[mode] |= {} if options["price"] is None else {"cost": hours * options["price"]}
+    return {
+        "strategy": options["strategy"],
+        "parallel": asdict(parallel),
+        "hardware": asdict(hardware),
+        "assumptions": list_assumptions(config, parallel, hardware),
+        "modes": modes,
+    }

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from monoblock import __version__
-from monoblock.cli._shared.model_options import device_option, dtype_option, resolve_device
-from monoblock.cli._shared.output import echo, format_bytes, json_option, print_json, print_table, suggest_next
+from monoblock.cli.model_options import device_option, dtype_option, resolve_device
+from monoblock.cli.output import echo, format_bytes, print_table, report
+from monoblock.cli.verb import argument, json_option, option
 from monoblock.errors import ConfigError, FileError, did_you_mean, with_article
 
 if TYPE_CHECKING:
@@ -24,101 +24,67 @@ DEFAULT_PROMPT, DEFAULT_NEW = 32, 64  # tokens
 COLUMNS = ("runner", "prefill tok/s", "decode tok/s", "ms per token", "weights", "peak memory")
 
 
-@click.command(
-    name="bench",
-    help="Measure the tokens per second and the memory of WHAT: a model folder, or a preset, which gets random weights "
-    "(default: gpt2). Other installed libraries that can run the same weights are measured for comparison. --all "
-    "measures training, prefill, decoding, translation and start-up with fixed shapes, beside what the hardware can do "
-    "at most.",
-)
-@click.argument("what", required=False)
-@click.option("--all", "is_all", is_flag=True, help="Measure all tasks in one table, instead of one model.")
-@click.option("--small", is_flag=True, help="With --all: toy sizes, to see in seconds that everything runs.")
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="With --all: write the table to this file (Markdown).",
-)
-@click.option(
-    "--prompt", type=click.IntRange(min=1), help="Tokens in the prompt.  [default: 32, less if the context is short]"
-)
-@click.option(
-    "--new", type=click.IntRange(min=1), help="Tokens to generate.  [default: 64, less if the context is short]"
-)
-@click.option("--batch", type=click.IntRange(min=1), help="Sequences in a batch.  [default: 1]")
-@click.option(
-    "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Repetitions; the median is reported."
-)
-@click.option(
-    "--only",
-    multiple=True,
-    help="Measure only this runner, such as transformers or 'monoblock, 8 bits'; may be repeated.",
-)
-@click.option("--no-peers", is_flag=True, help="Measure monoblock alone, without other libraries.")
-@device_option
-@dtype_option
-@json_option
-def command(
-    what: str | None,
-    is_all: bool,
-    small: bool,
-    out: Path | None,
-    prompt: int | None,
-    new: int | None,
-    batch: int | None,
-    rounds: int,
-    only: tuple[str, ...],
-    no_peers: bool,
-    device: str | None,
-    dtype: str | None,
-    as_json: bool,
-) -> None:
-    if is_all:
-        for option, value in {"WHAT": what, "--prompt": prompt, "--new": new, "--batch": batch, "--only": only}.items():
-            if value:
-                raise ConfigError(f"--all measures fixed shapes, so {option} has no effect; leave out one of the two")
-        if out is not None:
-            _check_writable(out)
-        return _measure_all(small, out, rounds, not no_peers, device, dtype, as_json)
-    if small or out is not None:
-        raise ConfigError(f"{'--small' if small else '--out'} belongs to --all; add --all, or leave it out")
-    from monoblock.cli._bench.decoding import measure_runners
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure the tokens per second and the memory of WHAT: a model folder, or a preset, which gets random weights
+    (default: gpt2). Other installed libraries that can run the same weights are measured for comparison. --all measures
+    training, prefill, decoding, translation and start-up with fixed shapes, beside what the hardware can do at most.
+    """
 
-    names = _select_runners(only, no_peers)
-    what, batch = what or DEFAULT_MODEL, batch or 1
-    model, prompt, new = _load_model(what, device, dtype, prompt, new)
-    with tempfile.TemporaryDirectory(prefix="monoblock-bench-") as folder:
-        report = {"model": what} | measure_runners(model, Path(folder), names, prompt, new, batch, rounds)
-    if as_json:
-        print_json(report)
-    else:
-        print_report(report)
-    suggest_next(f"account {shlex.quote(what)} --batch {batch} --length {prompt + new}")
-
-
-def _measure_all(
-    small: bool, out: Path | None, rounds: int, with_peers: bool, device: str | None, dtype: str | None, as_json: bool
-) -> None:
-    """Measure all tasks, print the table, and write it to `out`."""
-    from monoblock.cli._bench.suite import (
-        COLUMNS as SUITE_COLUMNS,
-        Options,
-        describe,
-        format_markdown,
-        measure_all,
-        table_cells,
+    what: str | None = argument(None)
+    all: bool = option("Measure all tasks in one table, instead of one model.", False)
+    small: bool = option("With --all: toy sizes, to see in seconds that everything runs.", False)
+    out: Path | None = option("With --all: write the table to this file (Markdown).", path="file")
+    prompt: int | None = option("Tokens in the prompt.  [default: 32, less if the context is short]", least=1)
+    new: int | None = option("Tokens to generate.  [default: 64, less if the context is short]", least=1)
+    batch: int | None = option("Sequences in a batch.  [default: 1]", least=1)
+    rounds: int = option("Repetitions; the median is reported.", 3, least=1)
+    only: tuple[str, ...] = option(
+        "Measure only this runner, such as transformers or 'monoblock, 8 bits'; may be repeated.", ()
     )
+    no_peers: bool = option("Measure monoblock alone, without other libraries.", False)
+    device: str | None = device_option()
+    dtype: str | None = dtype_option()
+    as_json: bool = json_option()
 
-    device, torch_dtype = resolve_device(device, dtype)
-    report = measure_all(Options(device, torch_dtype, rounds, small, with_peers))
-    report["source"] = _describe_run()
-    if out is not None:
-        out.write_text(format_markdown(report, report["source"]), encoding="utf-8")
-    if as_json:
-        return print_json(report)
-    echo(describe(report))
-    print_table(SUITE_COLUMNS, [table_cells(row) for row in report["rows"]])
-    suggest_next("bench gpt2 --batch 8")
+    def run(self) -> None:
+        if self.all:
+            self._measure_all()
+            return
+        if self.small or self.out is not None:
+            name = "--small" if self.small else "--out"
+            raise ConfigError(f"{name} belongs to --all; add --all, or leave it out")
+        from monoblock.cli.bench_generation import measure_runners
+
+        names = _select_runners(self.only, self.no_peers)
+        what, batch = self.what or DEFAULT_MODEL, self.batch or 1
+        model, prompt, new = _load_model(what, self.device, self.dtype, self.prompt, self.new)
+        with tempfile.TemporaryDirectory(prefix="monoblock-bench-") as folder:
+            result = {"model": what} | measure_runners(model, Path(folder), names, prompt, new, batch, self.rounds)
+        next_command = f"account {shlex.quote(what)} --batch {batch} --length {prompt + new}"
+        report(self.as_json, result, print_report, next_command)
+
+    def _measure_all(self) -> None:
+        """Measure all tasks, print the table, and write it to the file."""
+        sizes = {"WHAT": self.what, "--prompt": self.prompt, "--new": self.new, "--batch": self.batch}
+        for name, value in {**sizes, "--only": self.only}.items():
+            if value:
+                raise ConfigError(f"--all measures fixed shapes, so {name} has no effect; leave out one of the two")
+        if self.out is not None:
+            _check_writable(self.out)
+        from monoblock.cli.bench_suite import COLUMNS, Options, describe, format_markdown, measure_all, table_cells
+
+        device, torch_dtype = resolve_device(self.device, self.dtype)
+        result = measure_all(Options(device, torch_dtype, self.rounds, self.small, not self.no_peers))
+        result["source"] = _describe_run()
+        if self.out is not None:
+            self.out.write_text(format_markdown(result, result["source"]), encoding="utf-8")
+
+        def print_rows(result: dict[str, Any]) -> None:
+            echo(describe(result))
+            print_table(COLUMNS, [table_cells(row) for row in result["rows"]])
+
+        report(self.as_json, result, print_rows, "bench gpt2 --batch 8")
 
 
 def _check_writable(out: Path) -> None:
@@ -158,7 +124,7 @@ def _commit() -> str | None:
 
 
 def _select_runners(only: tuple[str, ...], only_monoblock: bool) -> list[str]:
-    from monoblock.cli._shared.bench_runners import DEFAULT_RUNNERS, RUNNERS
+    from monoblock.cli.bench_generation import DEFAULT_RUNNERS, RUNNERS
 
     for name in only:
         if name not in RUNNERS:

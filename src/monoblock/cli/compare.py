@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
-from monoblock.cli._shared.output import echo, json_option, print_json, print_table
+from monoblock.cli.output import echo, print_json, print_table
+from monoblock.cli.verb import argument, data_folder_option, json_option, option, resolve_data_folder
 from monoblock.errors import ConfigError
 from monoblock.experiments.names import EXPERIMENTS
 
@@ -18,101 +17,89 @@ if TYPE_CHECKING:
     from monoblock.experiments.frame.runner import Request
 
 EXPERIMENT_HELP = "\n".join(f"\b\n  {name}: {about}" for name, (_, about) in EXPERIMENTS.items())
-file_type = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 
-@click.command(
-    name="compare",
-    help="Run the arms of EXPERIMENT, which are variants of a model, with the same budget, data and seeds; compare "
-    "their results in a table and a plot; and state a conclusion only if the numbers carry it, by rules that were "
-    f"fixed before. The experiments are:\n\n{EXPERIMENT_HELP}\n\n"
-    "An argument whose key has a dot, such as train.steps=500, changes the recipe of all arms. Other arguments are "
-    "options of the experiment; all have seeds=1,2,3 and arms=NAME,NAME, in which * stands for any text. The table "
-    "has all stored seeds of these arms.\n\n"
-    "Each finished arm and seed is a line of results.jsonl in the folder --out. What has a line is not repeated, so "
-    "an interrupted call continues, and lines from another machine can be added to the folder or named by --results.",
-)
-@click.argument("experiment", required=False)
-@click.argument("words", nargs=-1, metavar="[key=value …]")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder to write.  [default: runs/compare-<experiment>]")
-@click.option("--data", type=folder_type, help=FOLDER_HELP)
-@click.option(
-    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Arms that run at the same time."
-)
-@click.option("--smoke", is_flag=True, help="Run everything for a few steps on a toy corpus, to see that it runs.")
-@click.option("--results", type=file_type, multiple=True, help="Also read results from this file; may be repeated.")
-@click.option("--table", is_flag=True, help="Run nothing: only tabulate the results that there are.")
-@click.option("--write", type=click.Path(path_type=Path), help="Also write NAME.md, NAME.jsonl and NAME.png here.")
-@click.option("--note", default="", help="A sentence for the page of results, such as what else used the machine.")
-@click.option(
-    "--keep", is_flag=True, help="Keep the run folders of the arms, which are deleted after their evaluation."
-)
-@click.option(
-    "--dry-run", is_flag=True, help="Run nothing: print the claim, the budget, the seeds, the arms and the rules."
-)
-@json_option
-def command(
-    experiment: str | None,
-    words: tuple[str, ...],
-    out: Path | None,
-    data: Path | None,
-    jobs: int,
-    smoke: bool,
-    results: tuple[Path, ...],
-    table: bool,
-    write: Path | None,
-    note: str,
-    keep: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    from monoblock.experiments.frame.pages import write_page
-    from monoblock.experiments.frame.report import Report
-    from monoblock.experiments.frame.results import check_writable
-    from monoblock.experiments.frame.runner import Request, count_hidden, plan_trials, run_trials, select_results
-    from monoblock.experiments.table import load_experiment
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    __doc__ = f"""Run the arms of EXPERIMENT, which are variants of a model, with the same budget, data and seeds;
+    compare their results in a table and a plot; and state a conclusion only if the numbers carry it, by rules that
+    were fixed before. The experiments are:
 
-    if experiment is None:
-        raise ConfigError("name an experiment, such as residuals; monoblock compare --help lists them")
-    record = load_experiment(experiment)
-    values, overrides = _split_overrides(words)
-    folder = out if out is not None else Path("runs") / f"compare-{experiment}{'-smoke' if smoke else ''}"
-    request = Request(
-        folder=folder,
-        values=values,
-        overrides=overrides,
-        data=resolve_data_folder(data),
-        jobs=jobs,
-        smoke=smoke,
-        keep=keep,
-        more_results=results,
+{EXPERIMENT_HELP}
+
+    An argument whose key has a dot, such as train.steps=500, changes the recipe of all arms. Other arguments are
+    options of the experiment; all have seeds=1,2,3 and arms=NAME,NAME, in which * stands for any text. The table has
+    all stored seeds of these arms.
+
+    Each finished arm and seed is a line of results.jsonl in the folder --out. What has a line is not repeated, so an
+    interrupted call continues, and lines from another machine can be added to the folder or named by --results.
+    """
+
+    experiment: str | None = argument(None)
+    words: tuple[str, ...] = argument((), metavar="[key=value …]")
+    out: Path | None = option("Folder to write.  [default: runs/compare-<experiment>]")
+    data: Path | None = data_folder_option()
+    jobs: int = option("Arms that run at the same time.", 1, least=1)
+    smoke: bool = option("Run everything for a few steps on a toy corpus, to see that it runs.", False)
+    results: tuple[Path, ...] = option(
+        "Also read results from this file; may be repeated.", (), path="file", exists=True
     )
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--out {folder} is a file; name a folder")
-    if dry_run:
-        _print_plan(record, request, as_json)
-        return
-    trials = plan_trials(record, request)
-    if write is not None:
-        check_writable(write)
-    if not table:
-        try:
-            for message in run_trials(record, trials, request):
-                echo(message, err=True)
-        except KeyboardInterrupt:
-            echo("Finished trials are kept; the same command goes on with the others.", err=True)
-            raise
-    report = Report(record, tuple(select_results(record, trials, request)), note)
-    if not report.results:
-        hint = "; leave out --table to run it" if table else ""
-        places, verb = " and ".join(map(str, (folder, *results))), "have" if results else "has"
-        raise ConfigError(f"{places} {verb} no results of {experiment} with these options{hint}")
-    if hidden := count_hidden(record, trials, request):
-        echo(f"{hidden} results with the packaged corpus are left out beside those with the real one", err=True)
-    if write is not None:
-        for path in write_page(report, write):
-            echo(f"Saved {path}", err=True)
-    _save_and_print(report, folder, as_json)
+    table: bool = option("Run nothing: only tabulate the results that there are.", False)
+    write: Path | None = option("Also write NAME.md, NAME.jsonl and NAME.png here.")
+    note: str = option("A sentence for the page of results, such as what else used the machine.", "")
+    keep: bool = option("Keep the run folders of the arms, which are deleted after their evaluation.", False)
+    dry_run: bool = option("Run nothing: print the claim, the budget, the seeds, the arms and the rules.", False)
+    as_json: bool = json_option()
+
+    def run(self) -> None:
+        from monoblock.experiments.frame.pages import write_page
+        from monoblock.experiments.frame.report import Report
+        from monoblock.experiments.frame.results import check_writable
+        from monoblock.experiments.frame.runner import Request, count_hidden, plan_trials, run_trials, select_results
+        from monoblock.experiments.table import load_experiment
+
+        if self.experiment is None:
+            raise ConfigError("name an experiment, such as residuals; monoblock compare --help lists them")
+        record = load_experiment(self.experiment)
+        values, overrides = _split_overrides(self.words)
+        default = Path("runs") / f"compare-{self.experiment}{'-smoke' if self.smoke else ''}"
+        folder = self.out if self.out is not None else default
+        request = Request(
+            folder=folder,
+            values=values,
+            overrides=overrides,
+            data=resolve_data_folder(self.data),
+            jobs=self.jobs,
+            smoke=self.smoke,
+            keep=self.keep,
+            more_results=self.results,
+        )
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"--out {folder} is a file; name a folder")
+        if self.dry_run:
+            _print_plan(record, request, self.as_json)
+            return
+        trials = plan_trials(record, request)
+        if self.write is not None:
+            check_writable(self.write)
+        if not self.table:
+            try:
+                for message in run_trials(record, trials, request):
+                    echo(message, err=True)
+            except KeyboardInterrupt:
+                echo("Finished trials are kept; the same command goes on with the others.", err=True)
+                raise
+        report = Report(record, tuple(select_results(record, trials, request)), self.note)
+        if not report.results:
+            hint = "; leave out --table to run it" if self.table else ""
+            places, verb = " and ".join(map(str, (folder, *self.results))), "have" if self.results else "has"
+            raise ConfigError(f"{places} {verb} no results of {self.experiment} with these options{hint}")
+        if hidden := count_hidden(record, trials, request):
+            echo(f"{hidden} results with the packaged corpus are left out beside those with the real one", err=True)
+        if self.write is not None:
+            for path in write_page(report, self.write):
+                echo(f"Saved {path}", err=True)
+        _save_and_print(report, folder, self.as_json)
 
 
 def _split_overrides(words: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:

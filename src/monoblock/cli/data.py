@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import click
-
-from monoblock.cli._shared.number_types import NumberRange
-from monoblock.cli._shared.output import (
-    echo,
-    format_bytes,
-    format_count,
-    json_option,
-    print_json,
-    print_table,
-    suggest_next,
-)
-from monoblock.cli._shared.progress import ProgressBar
+from monoblock.cli.output import ProgressBar, echo, format_bytes, format_count, print_table, report
+from monoblock.cli.verb import REQUIRED, argument, json_option, option
 from monoblock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,125 +18,117 @@ if TYPE_CHECKING:
 FIRST_TOKENS = 64
 
 
-@click.group(name="data", invoke_without_command=True, no_args_is_help=False)
-@click.pass_context
-def command(ctx: click.Context) -> None:
-    """Prepare token shards from any amount of text, or show them."""
-    if ctx.invoked_subcommand is None:
-        echo(ctx.get_help())
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Encode TEXT in parallel and write token shards to the folder --out, to train with data.corpus=FOLDER. TEXT are
+    .txt and .jsonl files ({"text": "…"} on each line), also with .gz or .zst, folders of them, or - for standard input.
+    If it is interrupted, run the same command again: it goes on, and writes the same bytes.
+    """
+
+    text: tuple[str, ...] = argument()
+    out: Path = option("Folder to write.", REQUIRED)
+    tokenizer: str | None = option("Folder of a tokenizer or of a model, or a tokenizer.json.  [default: train one]")
+    kind: str | None = option(
+        "Algorithm of a new tokenizer: char, byte, word, bpe, wordpiece, unigram.  [default: bpe]"
+    )
+    vocab: int | None = option("Size of a new vocabulary.  [default: 8192]", least=1)
+    documents: Literal["file", "line"] = option(
+        "What a document of a .txt file is; the end token follows each document.", "file"
+    )
+    validation: float = option(
+        "Share of the documents, or of pieces of a running text, to hold out for validation.",
+        0.01,
+        least=0,
+        most=1,
+        is_open=(False, True),
+    )
+    shard_tokens: int = option("Number of tokens in a file.", 2**27, least=1)
+    jobs: int | None = option("Number of processes.  [default: the number of cores]", least=1)
+    as_json: bool = json_option()
+
+    def run(self) -> None:
+        if self.tokenizer is not None and (self.kind is not None or self.vocab is not None):
+            raise ConfigError("--kind and --vocab are for a new tokenizer; leave them out, or leave out --tokenizer")
+        from monoblock.data.batching.manifest import is_token_folder
+        from monoblock.data.preparation.prepare import TokenizerPlan, prepare_tokens
+        from monoblock.tokenizers.tokenizer import Tokenizer
+
+        loaded = None if self.tokenizer is None else Tokenizer.from_pretrained(self.tokenizer)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if loaded is None and not is_token_folder(self.out):
+            echo(f"Training a {self.kind or 'bpe'} tokenizer on a sample of the text …", err=True)
+        bar = ProgressBar("bytes")
+
+        def show_start(total: int | None, done: int) -> None:
+            bar.total, bar.done, bar.first, bar.start_time = total, done, done, time.monotonic()
+            if done:
+                echo(f"{self.out} is not complete; going on after {format_bytes(done)}", err=True)
+
+        with bar:
+            result = prepare_tokens(
+                self.text,
+                self.out,
+                tokenizer=TokenizerPlan(loaded, self.kind or "bpe", self.vocab or 8192),
+                jobs=self.jobs or cores,
+                documents=self.documents,
+                validation=self.validation,
+                shard_tokens=self.shard_tokens,
+                on_start=show_start,
+                on_progress=bar,
+            )
+        seconds = time.monotonic() - bar.start_time
+
+        def print_result(_: Any) -> None:
+            if result.was_complete:
+                echo(f"{self.out} is already complete")
+            _print_splits(result.manifest)
+            if self.validation and result.manifest.valid is None:
+                echo("warning: nothing was drawn for validation; write a larger --validation, or 0", err=True)
+            rate = format_bytes(int((bar.done - bar.first) / max(1e-9, seconds)))
+            echo(f"Saved {self.out}" + ("" if result.was_complete else f" ({rate} per second)"))
+
+        summary = _summary(self.out, result.manifest) | {"seconds": seconds}
+        report(self.as_json, summary, print_result, f"train gpt-tiny data.corpus={self.out}")
 
 
-@command.command(
-    name="prepare",
-    help="Encode TEXT in parallel and write token shards to the folder --out, to train with data.corpus=FOLDER. TEXT "
-    'are .txt and .jsonl files ({"text": "…"} on each line), also with .gz or .zst, folders of them, or - for '
-    "standard input. If it is interrupted, run the same command again: it goes on, and writes the same bytes.",
-)
-@click.argument("text", nargs=-1, required=True)
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to write.")
-@click.option("--tokenizer", help="Folder of a tokenizer or of a model, or a tokenizer.json.  [default: train one]")
-@click.option("--kind", help="Algorithm of a new tokenizer: char, byte, word, bpe, wordpiece, unigram.  [default: bpe]")
-@click.option("--vocab", type=click.IntRange(min=1), help="Size of a new vocabulary.  [default: 8192]")
-@click.option(
-    "--documents",
-    type=click.Choice(["file", "line"]),
-    default="file",
-    show_default=True,
-    help="What a document of a .txt file is; the end token follows each document.",
-)
-@click.option(
-    "--validation",
-    type=NumberRange(0, 1, max_open=True),
-    default=0.01,
-    show_default=True,
-    help="Share of the documents, or of pieces of a running text, to hold out for validation.",
-)
-@click.option(
-    "--shard-tokens", type=click.IntRange(min=1), default=2**27, show_default=True, help="Number of tokens in a file."
-)
-@click.option("--jobs", type=click.IntRange(min=1), help="Number of processes.  [default: the number of cores]")
-@json_option
-def prepare(
-    text: tuple[str, ...],
-    out: Path,
-    tokenizer: str | None,
-    kind: str | None,
-    vocab: int | None,
-    jobs: int | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    if tokenizer is not None and (kind is not None or vocab is not None):
-        raise ConfigError("--kind and --vocab are for a new tokenizer; leave them out, or leave out --tokenizer")
-    from monoblock.data.batching.manifest import is_token_folder
-    from monoblock.data.preparation.prepare import TokenizerPlan, prepare_tokens
-    from monoblock.tokenizers.tokenizer import Tokenizer
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """Show the splits, tokenizer and first tokens of a FOLDER that `prepare` wrote."""
 
-    loaded = None if tokenizer is None else Tokenizer.from_pretrained(tokenizer)
-    jobs = len(os.sched_getaffinity(0)) if jobs is None and hasattr(os, "sched_getaffinity") else jobs
-    if loaded is None and not is_token_folder(out):
-        echo(f"Training a {kind or 'bpe'} tokenizer on a sample of the text …", err=True)
-    bar = ProgressBar("bytes")
+    folder: Path = argument()
+    split: str = option("Split whose first tokens are shown: train, valid.", "train")
+    verify: bool = option("Read all files, and compare their SHA-256 with the manifest.", False)
+    as_json: bool = json_option()
 
-    def show_start(total: int | None, done: int) -> None:
-        bar.total, bar.done, bar.first, bar.start_time = total, done, done, time.monotonic()
-        if done:
-            echo(f"{out} is not complete; going on after {format_bytes(done)}", err=True)
+    def run(self) -> None:
+        from monoblock.data.batching.manifest import read_manifest, verify_files
+        from monoblock.data.batching.shards import TokenDataset
+        from monoblock.tokenizers.tokenizer import Tokenizer
 
-    with bar:
-        result = prepare_tokens(
-            text,
-            out,
-            tokenizer=TokenizerPlan(loaded, kind or "bpe", vocab or 8192),
-            jobs=jobs or os.cpu_count() or 1,
-            on_start=show_start,
-            on_progress=bar,
-            **options,
-        )
-    seconds, summary = time.monotonic() - bar.start_time, _summary(out, result.manifest)
-    if as_json:
-        print_json(summary | {"seconds": seconds})
-        return
-    if result.was_complete:
-        echo(f"{out} is already complete")
-    _print_splits(result.manifest)
-    if options["validation"] and result.manifest.valid is None:
-        echo("warning: nothing was drawn for validation; write a larger --validation, or 0", err=True)
-    rate = (bar.done - bar.first) / max(1e-9, seconds)
-    echo(f"Saved {out}" + ("" if result.was_complete else f" ({format_bytes(int(rate))} per second)"))
-    suggest_next(f"train gpt-tiny data.corpus={out}")
+        manifest = read_manifest(self.folder)
+        tokens = TokenDataset(self.folder, self.split)
+        for name in manifest.splits:
+            TokenDataset(self.folder, name)  # checks the sizes of the files
+        if self.verify:
+            with ProgressBar("bytes", sum(path.stat().st_size for path in self.folder.glob("*.bin"))) as bar:
+                for files in manifest.splits.values():
+                    verify_files(self.folder, files, bar)
+        tokenizer = Tokenizer.from_pretrained(self.folder)
+        ids = tokens.read(0, min(FIRST_TOKENS, len(tokens))).tolist()
+        text = tokenizer.decode(ids)
+
+        def print_result(_: Any) -> None:
+            echo(f"{tokenizer.kind}, {manifest.vocab:,} tokens, {(manifest.fingerprint or '')[:12]}, {manifest.dtype}")
+            _print_splits(manifest)
+            echo(f"The first {len(ids)} tokens of {self.split}: {text!r}")
+            if self.verify:
+                echo("All files have the SHA-256 of the manifest.")
+
+        result = _summary(self.folder, manifest) | {"verified": self.verify, "first_ids": ids, "first_text": text}
+        report(self.as_json, result, print_result, f"train gpt-tiny data.corpus={self.folder}")
 
 
-@command.command(name="show", help="Show the splits, tokenizer and first tokens of a FOLDER that `prepare` wrote.")
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--split", default="train", show_default=True, help="Split whose first tokens are shown: train, valid.")
-@click.option("--verify", is_flag=True, help="Read all files, and compare their SHA-256 with the manifest.")
-@json_option
-def show(folder: Path, split: str, verify: bool, as_json: bool) -> None:
-    from monoblock.data.batching.manifest import read_manifest, verify_files
-    from monoblock.data.batching.shards import TokenDataset
-    from monoblock.tokenizers.tokenizer import Tokenizer
-
-    manifest = read_manifest(folder)
-    tokens = TokenDataset(folder, split)
-    for name in manifest.splits:
-        TokenDataset(folder, name)  # checks the sizes of the files
-    if verify:
-        with ProgressBar("bytes", sum(path.stat().st_size for path in folder.glob("*.bin"))) as bar:
-            for files in manifest.splits.values():
-                verify_files(folder, files, bar)
-    tokenizer = Tokenizer.from_pretrained(folder)
-    ids = tokens.read(0, min(FIRST_TOKENS, len(tokens))).tolist()
-    text = tokenizer.decode(ids)
-    if as_json:
-        print_json(_summary(folder, manifest) | {"verified": verify, "first_ids": ids, "first_text": text})
-        return
-    echo(f"{tokenizer.kind}, {manifest.vocab:,} tokens, {(manifest.fingerprint or '')[:12]}, {manifest.dtype}")
-    _print_splits(manifest)
-    echo(f"The first {len(ids)} tokens of {split}: {text!r}")
-    if verify:
-        echo("All files have the SHA-256 of the manifest.")
-    suggest_next(f"train gpt-tiny data.corpus={folder}")
+COMMANDS = {"prepare": Prepare, "show": Show}
 
 
 def _print_splits(manifest: ShardManifest) -> None:

@@ -2,17 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from monoblock.cli._shared import showcase
-from monoblock.cli._shared.account_report import print_shares
-from monoblock.cli._shared.output import echo, json_option, print_json, suggest_next
+from monoblock.cli.account_report import print_shares
+from monoblock.cli.output import echo, format_count, print_json, print_table, report
+from monoblock.cli.verb import json_option, option
 from monoblock.errors import ConfigError, FileError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from monoblock.nn.masks import Mask
+
 ATTENTION_TEXT = "And God said, Let there be light: and there was light."
+
+
+# One preset per family; toy models of the same structures are built here.
+SHOWCASE_PRESETS = (
+    "vaswani-base",
+    "gpt2",
+    "bert-base",
+    "t5-small",
+    "bart-base",
+    "llama3-8b",
+    "mixtral-8x7b",
+    "gemma2-2b",
+    "vit-b16",
+)
+SHADES = " ░▒▓█"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Train a small GPT on the King James Bible, print a text that it generates, count its parameters, examine it with
+    the doctor, and draw its attention. With --families, build a toy model of every architecture instead; with
+    --picture, only draw their attention masks.
+    """
+
+    out: Path = option("Folder in which the new folder demo-1 (demo-2, …) is created.", Path("runs"), path="folder")
+    families: bool = option("Build and check a toy model of every architecture, and draw masks and positions.", False)
+    picture: Path | None = option(
+        "Draw which tokens attend to which in each kind of model, to a .png, .svg or .pdf file, and exit.", path="file"
+    )
+    seed: int = option("Seed of the training run.", 1)
+    resume: Path | None = option("Continue the demo that was interrupted in this folder.", path="folder", exists=True)
+    as_json: bool = json_option()
+
+    def run(self) -> None:
+        if self.picture is not None:
+            _draw_overview(self.picture, self.as_json)
+            return
+        if self.families and self.resume is not None:
+            raise ConfigError("--families trains nothing that --resume could continue; leave one of them out")
+        folder = make_numbered_folder(self.out, "demo") if self.resume is None else self.resume
+        if self.families:
+            result = _check_families(folder)
+            report(self.as_json, result, _print_families, "account gpt2 --batch 8 --length 1024")
+        else:
+            result = _train_demo(folder, self.seed, resume=self.resume is not None)
+            report(self.as_json, result, _print_report, f"account {folder}")
 
 
 def make_numbered_folder(parent: Path, name: str) -> Path:
@@ -23,54 +75,6 @@ def make_numbered_folder(parent: Path, name: str) -> Path:
     folder = parent / f"{name}-{number}"
     folder.mkdir(parents=True)
     return folder
-
-
-@click.command(
-    name="demo",
-    help="Train a small GPT on the King James Bible, print a text that it generates, count its parameters, examine it "
-    "with the doctor, and draw its attention. With --families, build a toy model of every architecture instead; with "
-    "--picture, only draw their attention masks.",
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("runs"),
-    show_default=True,
-    help="Folder in which the new folder demo-1 (demo-2, …) is created.",
-)
-@click.option(
-    "--families", is_flag=True, help="Build and check a toy model of every architecture, and draw masks and positions."
-)
-@click.option(
-    "--picture",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw which tokens attend to which in each kind of model, to a .png, .svg or .pdf file, and exit.",
-)
-@click.option("--seed", type=int, default=1, show_default=True, help="Seed of the training run.")
-@click.option(
-    "--resume",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Continue the demo that was interrupted in this folder.",
-)
-@json_option
-def command(out: Path, families: bool, picture: Path | None, seed: int, resume: Path | None, as_json: bool) -> None:
-    if picture is not None:
-        _draw_overview(picture, as_json)
-        return
-    if families and resume is not None:
-        raise ConfigError("--families trains nothing that --resume could continue; leave one of them out")
-    folder = make_numbered_folder(out, "demo") if resume is None else resume
-    result = _check_families(folder) if families else _train_demo(folder, seed, resume=resume is not None)
-    if as_json:
-        print_json(result)
-    elif families:
-        showcase.print_report(result["families"])
-        showcase.print_diagrams()
-        for picture in result["pictures"]:
-            echo(f"Saved {picture}")
-    else:
-        _print_report(result)
-    suggest_next("account gpt2 --batch 8 --length 1024" if families else f"account {folder}")
 
 
 def _draw_overview(path: Path, as_json: bool) -> None:
@@ -85,20 +89,8 @@ def _draw_overview(path: Path, as_json: bool) -> None:
         echo(f"Saved {path}")
 
 
-def _check_families(folder: Path) -> dict[str, Any]:
-    rows = []
-    for name in showcase.SHOWCASE_PRESETS:
-        echo(f"building {name} …", err=True)
-        rows.append(showcase.check_family(name))
-    try:
-        return {"families": rows, "pictures": showcase.save_pictures(folder)}
-    except FileError as problem:  # without matplotlib, only text is shown
-        echo(f"no pictures: {problem}", err=True)
-        return {"families": rows, "pictures": []}
-
-
 def _train_demo(folder: Path, seed: int, *, resume: bool) -> dict[str, Any]:
-    from monoblock.cli._shared.training_run import print_continuation, run_training
+    from monoblock.cli.training_run import print_continuation, run_training
     from monoblock.parallel.world import SINGLE_PROCESS
     from monoblock.recipes.parse import recipe_path
     from monoblock.runs.account import account
@@ -112,7 +104,7 @@ def _train_demo(folder: Path, seed: int, *, resume: bool) -> dict[str, Any]:
         print_continuation(folder, last.step, ["demo", "--resume", str(folder)])
         raise click.exceptions.Exit(interrupted_code)
     model_account = account(run.model)
-    report = diagnose(folder)
+    findings = diagnose(folder)
     return {
         "folder": str(folder),
         "loss": run.metrics["val_loss"],
@@ -120,7 +112,7 @@ def _train_demo(folder: Path, seed: int, *, resume: bool) -> dict[str, Any]:
         "sample": run.sample_text(run.model),
         "parameters": model_account.parameters,
         "components": dict(model_account.components),
-        "doctor": {**report.to_dict(), "checks": [result.name for result in report.checks]},
+        "doctor": {**findings.to_dict(), "checks": [result.name for result in findings.checks]},
         "picture": _draw_attention(folder),
     }
 
@@ -152,3 +144,150 @@ def _print_report(result: dict[str, Any]) -> None:
     if result["picture"] is not None:
         echo(f'\nWhich tokens each head attends to in "{ATTENTION_TEXT}": {result["picture"]}')
     echo(f"\nSaved {result['folder']}")
+
+
+# -- a toy model of every architecture ---------------------------------------------------------------------------------
+
+
+def _check_families(folder: Path) -> dict[str, Any]:
+    rows = []
+    for name in SHOWCASE_PRESETS:
+        echo(f"building {name} …", err=True)
+        rows.append(check_family(name))
+    try:
+        return {"families": rows, "pictures": save_pictures(folder)}
+    except FileError as problem:  # without matplotlib, only text is shown
+        echo(f"no pictures: {problem}", err=True)
+        return {"families": rows, "pictures": []}
+
+
+def _random_ids(config: Any, length: int) -> Any:
+    import torch
+
+    return torch.randint(1, config.input.vocab, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def _cached_difference(model: Any, config: Any) -> float | None:
+    """Return the largest difference between the logits of cached decoding and of a full pass; None if no decoder."""
+    import torch
+
+    if config.decoder is None:
+        return None
+    ids, source = _random_ids(config, 13), _random_ids(config, 11)
+    is_encoder_decoder = config.encoder is not None
+    full = model(source, ids) if is_encoder_decoder else model(ids)
+    cache, logits = model.make_cache(2, 13), []
+    for step in range(13):
+        new = ids[:, step : step + 1]
+        logits.append(model(source, new, cache=cache) if is_encoder_decoder else model(new, cache=cache))
+        cache.advance(1)
+    return float((torch.cat(logits, 1) - full).abs().max())
+
+
+def _output_shape(model: Any, config: Any) -> tuple[int, ...]:
+    import torch
+
+    if config.family == "vision":
+        image = config.input.image
+        return tuple(model(torch.zeros(2, config.input.channels, image, image)).shape)
+    ids = _random_ids(config, 13)
+    return tuple((model(ids, ids[:, :11]) if config.family == "encoder-decoder" else model(ids)).shape)
+
+
+def check_family(name: str) -> dict[str, Any]:
+    """Count the parameters of a preset, and run a toy model of the same structure with and without a cache."""
+    import torch
+
+    from monoblock.accounting.report import account
+    from monoblock.config.presets import PRESETS, tiny
+    from monoblock.model import Transformer
+
+    with torch.device("meta"):
+        built = sum(p.numel() for p in Transformer(PRESETS[name].config).parameters())
+    parameters = account(PRESETS[name].config).parameters
+    torch.manual_seed(0)
+    config = tiny(name)
+    model = Transformer(config).eval()
+    with torch.no_grad():
+        difference, shape = _cached_difference(model, config), _output_shape(model, config)
+    return {
+        "preset": name,
+        "family": config.family,
+        "parameters": parameters,
+        "equals_built": built == parameters,
+        "toy_output": list(shape),
+        "cached_difference": difference,
+    }
+
+
+def save_pictures(folder: Path) -> list[str]:
+    from monoblock.nn.masks import causal, everything, global_tokens, random_blocks, window
+    from monoblock.plots.masks import save_masks
+    from monoblock.plots.overview import save_overview
+    from monoblock.plots.positions import save_positions
+
+    masks = [
+        ("everything", everything),
+        ("causal", causal),
+        ("causal & window(8)", causal & window(8)),
+        ("window(5) | global", window(5) | global_tokens),
+        ("… | random_blocks", window(5) | global_tokens | random_blocks(1, 4)),
+    ]
+    paths = (
+        save_overview(folder / "overview.png"),
+        save_masks(masks, 32, folder / "masks.png"),
+        save_positions(128, 64, folder / "positions.png"),
+    )
+    return [str(path) for path in paths]
+
+
+def _print_families(result: dict[str, Any]) -> None:
+    echo("Every family is built from one block. Parameters are counted from the configuration; a toy model is run.\n")
+    columns = ("preset", "family", "parameters", "", "as built", "toy output", "cached vs. full")
+    rows = [
+        (
+            row["preset"],
+            row["family"],
+            row["parameters"],
+            format_count(row["parameters"]),
+            row["equals_built"],
+            "×".join(map(str, row["toy_output"])),
+            "" if row["cached_difference"] is None else f"{row['cached_difference']:.1e}",
+        )
+        for row in result["families"]
+    ]
+    print_table(columns, rows)
+    _print_diagrams()
+    for picture in result["pictures"]:
+        echo(f"Saved {picture}")
+
+
+def _print_diagrams() -> None:
+    import torch
+
+    from monoblock.config.model import Sinusoid
+    from monoblock.nn.masks import causal, window
+    from monoblock.nn.positions import sinusoid
+
+    echo("\nAttention masks (one line per query):")
+    echo(f"  {'causal':<26}causal & window(4)")
+    for left, right in zip(mask_text(causal, 12), mask_text(causal & window(4), 12), strict=True):
+        echo(f"  {left}  {right}")
+    echo("\nSinusoidal positions (one line per position: sines on the left, fastest first, cosines on the right):")
+    for line in shade_matrix(sinusoid(torch.arange(12), 64, Sinusoid(form="halves"))):
+        echo(f"  {line}")
+
+
+def mask_text(mask: Mask, length: int) -> list[str]:
+    """Draw one line for each query, with a full square for every key it may attend to."""
+    from monoblock.nn.token_positions import arange_positions
+
+    allowed = mask.dense(arange_positions(length), arange_positions(length))[0, 0]
+    return ["".join("██" if visible else "··" for visible in row) for row in allowed.tolist()]
+
+
+def shade_matrix(matrix: Tensor) -> list[str]:
+    """Draw a matrix as lines of text, with a blank for the lowest value and a full square for the highest."""
+    low, high = matrix.min(), matrix.max()
+    levels = ((matrix - low) / (high - low).clamp(min=1e-9) * (len(SHADES) - 1)).round().long()
+    return ["".join(SHADES[level] for level in row) for row in levels.tolist()]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
-from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
+from monoblock.cli.output import echo, print_json, print_table, report
+from monoblock.cli.verb import argument, json_option, option
 from monoblock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,75 +16,61 @@ if TYPE_CHECKING:
 CHECK_FAILED = 3  # exit code
 
 
-@click.command(
-    name="doctor",
-    help="Examine MODEL (the folder of a model or of a run): leaks of the future, padding, cache, positions, tying, "
-    "tokenizer, training and more. Each finding has numbers, a reason and a fix; the exit code is 3 if one is a "
-    "failure.\n\n"
-    "--inject plants a classic fault into a copy of MODEL, or without MODEL into a small built-in one, to show that "
-    "it is found.",
-)
-@click.argument("model", required=False)
-@click.option("--inject", metavar="FAULT", help="Plant this fault first; `all` tries every fault on built-in models.")
-@click.option("--list", "list_faults", is_flag=True, help="List the checks and the faults that can be planted.")
-@click.option("--checks", metavar="NAMES", help="Run only these checks, separated by commas.")
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report to an HTML file.")
-@json_option
-@click.pass_context
-def command(
-    ctx: click.Context,
-    model: str | None,
-    inject: str | None,
-    list_faults: bool,
-    checks: str | None,
-    html: Path | None,
-    as_json: bool,
-) -> None:
-    if list_faults:
-        _print_list(as_json)
-        return
-    if inject == "all":
-        ctx.exit(_inject_all(as_json))
-    if inject is not None and checks is not None:
-        raise ConfigError("--inject runs all checks; leave out --checks")
-    if model is None and inject is None:
-        raise ConfigError(
-            "give the folder of a model, as in monoblock doctor runs/demo-1; or --inject FAULT, or --list"
-        )
-    if model is not None and not as_json and (lines := _lines_to_write(model)):
-        echo("\n".join(lines))
-        raise ConfigError(f"{model} holds code, which is not run here; write the three lines above in Python")
-    report = _examine(model, inject, checks)
-    if html is not None:
-        report.html(html)
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        echo(str(report))
-        if html is not None:
-            echo(f"Saved {html}")
-    suggest_next("doctor --list" if model is None else f"doctor {model} --inject no_causal_mask")
-    if not report.ok:
-        ctx.exit(CHECK_FAILED)
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Examine MODEL (the folder of a model or of a run): leaks of the future, padding, cache, positions, tying,
+    tokenizer, training and more. Each finding has numbers, a reason and a fix; the exit code is 3 if one is a failure.
 
+    --inject plants a classic fault into a copy of MODEL, or without MODEL into a small built-in one, to show that it is
+    found.
+    """
 
-def _lines_to_write(model: str) -> list[str]:
-    from monoblock.runs.diagnose import lines_to_write
+    model: str | None = argument(None)
+    inject: str | None = option("Plant this fault first; `all` tries every fault on built-in models.", metavar="FAULT")
+    list_faults: bool = option("List the checks and the faults that can be planted.", False, flags=("--list",))
+    checks: str | None = option("Run only these checks, separated by commas.", metavar="NAMES")
+    html: Path | None = option("Also write the report to an HTML file.", path="file")
+    as_json: bool = json_option()
 
-    return lines_to_write(Path(model))
+    def run(self) -> int | None:
+        if self.list_faults:
+            _print_list(self.as_json)
+            return None
+        if self.inject == "all":
+            return _inject_all(self.as_json)
+        if self.inject is not None and self.checks is not None:
+            raise ConfigError("--inject runs all checks; leave out --checks")
+        if self.model is None and self.inject is None:
+            raise ConfigError(
+                "give the folder of a model, as in monoblock doctor runs/demo-1; or --inject FAULT, or --list"
+            )
+        if self.model is not None and not self.as_json:
+            from monoblock.runs.diagnose import lines_to_write
 
+            if lines := lines_to_write(Path(self.model)):
+                echo("\n".join(lines))
+                raise ConfigError(
+                    f"{self.model} holds code, which is not run here; write the three lines above in Python"
+                )
+        result = self._examine()
+        if self.html is not None:
+            result.html(self.html)
+        text = str(result) if self.html is None else f"{result}\nSaved {self.html}"
+        next_command = "doctor --list" if self.model is None else f"doctor {self.model} --inject no_causal_mask"
+        report(self.as_json, result.to_dict(), lambda _: echo(text), next_command)
+        return None if result.ok else CHECK_FAILED
 
-def _examine(model: str | None, inject: str | None, checks: str | None) -> Report:
-    from monoblock.runs.diagnose import diagnose, load_model_to_examine
+    def _examine(self) -> Report:
+        from monoblock.runs.diagnose import diagnose, load_model_to_examine
 
-    if inject is None:
-        assert model is not None
-        names = None if checks is None else [name.strip() for name in checks.split(",") if name.strip()]
-        return diagnose(model, checks=names)
-    from monoblock.doctor.faults import diagnose_with_fault, find_fault
+        if self.inject is None:
+            assert self.model is not None
+            names = None if self.checks is None else [name.strip() for name in self.checks.split(",") if name.strip()]
+            return diagnose(self.model, checks=names)
+        from monoblock.doctor.faults import diagnose_with_fault, find_fault
 
-    find_fault(inject)
-    return diagnose_with_fault(inject, None if model is None else load_model_to_examine(model))
+        find_fault(self.inject)
+        return diagnose_with_fault(self.inject, None if self.model is None else load_model_to_examine(self.model))
 
 
 def _print_list(as_json: bool) -> None:

@@ -3,15 +3,15 @@
 import os
 import platform
 import shutil
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import click
-
 from monoblock import __version__
-from monoblock.cli._shared.model_options import choose_device, choose_dtype
-from monoblock.cli._shared.output import echo, format_bytes, json_option, print_json, print_table, suggest_next
+from monoblock.cli.model_options import choose_device, choose_dtype
+from monoblock.cli.output import echo, format_bytes, print_table, report
+from monoblock.cli.verb import json_option
 
 REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "click", "rich", "tomli-w", "jinja2")
 OPTIONAL_PACKAGES = ("transformers", "sentencepiece", "gguf", "sacrebleu", "matplotlib", "torchao", "tensorboard")
@@ -86,13 +86,17 @@ def collect_environment() -> dict[str, Any]:
     }
 
 
-@click.command(name="env", help="Show installed versions, devices, and the default device and dtype, with reasons.")
-@json_option
-def command(as_json: bool) -> None:
-    environment = collect_environment()
-    if as_json:
-        print_json(environment)
-        return
+@dataclass(frozen=True, kw_only=True)
+class Env:
+    """Show installed versions, devices, and the default device and dtype, with reasons."""
+
+    as_json: bool = json_option()
+
+    def run(self) -> None:
+        report(self.as_json, collect_environment(), _print_environment, "demo")
+
+
+def _print_environment(environment: dict[str, Any]) -> None:
     versions = [(name, installed or "not installed") for name, installed in environment["versions"].items()]
     print_table(("package", "version"), versions)
     echo()
@@ -100,7 +104,6 @@ def command(as_json: bool) -> None:
     echo()
     defaults = [(name, *choice.values()) for name, choice in environment["chosen"].items()]
     print_table(("default", "", "because"), defaults)
-    suggest_next("demo")
 
 
 def _machine_rows(info: dict[str, Any]) -> dict[str, str]:

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import click
-
-from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
-from monoblock.cli._shared.decoding_options import SEARCH_OPTIONS, add_options, drop_unset, resolve_settings
-from monoblock.cli._shared.fewshot_options import add_fewshot_options, check_fewshot_options, evaluate_fewshot
-from monoblock.cli._shared.image_options import interpolate_option, set_image_size
-from monoblock.cli._shared.model_options import (
+from monoblock.cli.decoding_options import ONE_TARGET, decoding_options, resolve_settings
+from monoblock.cli.model_options import (
     device_option,
     dtype_option,
     ensemble_option,
     force_option,
+    interpolate_option,
+    join_processes,
     load_pipeline,
+    nproc_option,
+    set_image_size,
 )
-from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
-from monoblock.cli._shared.processes import join_processes, nproc_option
+from monoblock.cli.output import echo, print_json, print_table, suggest_next
+from monoblock.cli.verb import argument, data_folder_option, json_option, option, resolve_data_folder
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.metrics.format import format_cell, format_change, format_metric, is_fraction
 
 if TYPE_CHECKING:
     from monoblock.runs.pipeline import Pipeline
-    from monoblock.tasks.evaluation_report import Evaluation
+    from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest
 
 CHECK_FAILED = 3  # exit code
 
@@ -41,146 +40,156 @@ class Bound(NamedTuple):
     is_lower: bool
 
 
-@click.command(
-    name="evaluate",
-    help="Evaluate MODEL on DATA: a corpus from `monoblock ls corpora`, a file or a folder. The metrics depend on the "
-    "task of the model: perplexity, BLEU, accuracy, F1 and others.",
-)
-@click.argument("model")
-@click.argument("data", metavar="DATA")
-@add_options(SEARCH_OPTIONS)
-@click.option(
-    "--split",
-    type=click.Choice(["train", "valid", "test", "all"]),
-    help="Split to use.  [default: test if there is one, else valid]",
-)
-@click.option("--limit", type=click.IntRange(min=1), help="Use only the first N rows.")
-@click.option("--samples", type=click.IntRange(min=0), default=0, help="Print N inputs with reference and prediction.")
-@click.option(
-    "--n-best",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Transliteration: the k of top-k accuracy.",
-)
-@click.option("--lowercase", is_flag=True, help="Compute BLEU on lower-cased text.")
-@click.option(
-    "--language",
-    help="Translation: target language, for the Moses tokenizer of BLEU.  [default: from the file names, else en]",
-)
-@click.option(
-    "--rescore",
-    is_flag=True,
-    help="Transliteration: also rerank the hypotheses by how often each word is a target in the training split.",
-)
-@click.option(
-    "--save-words",
-    type=click.Path(path_type=Path),
-    help="As --rescore, and save the word frequencies to this file, for `translate --words`.",
-)
-@click.option(
-    "--stride",
-    type=click.IntRange(min=1),
-    help="Language models: evaluate in windows that begin N tokens apart.  [default: windows do not overlap]",
-)
-@click.option(
-    "--context",
-    type=click.IntRange(min=2),
-    help="Language models: tokens in a window.  [default: the context length of the model]",
-)
-@click.option(
-    "--batch-size",
-    "batch",
-    type=click.IntRange(min=1),
-    help="Batch size.  [default: 64, and more if a GPU generates text]",
-)
-@add_fewshot_options
-@interpolate_option
-@click.option("--at-least", multiple=True, metavar="METRIC=NUMBER", help="Exit with code 3 if METRIC is lower.")
-@click.option("--at-most", multiple=True, metavar="METRIC=NUMBER", help="Exit with code 3 if METRIC is higher.")
-@click.option("--card", is_flag=True, help="Add the metrics to the model card of the run folder.")
-@click.option(
-    "--picture",
-    type=click.Path(path_type=Path),
-    help="Classification and tagging: plot the confusion matrix and the worst mistakes to this file.",
-)
-@click.option("--data", "folder", type=folder_type, help=FOLDER_HELP)
-@ensemble_option
-@device_option
-@dtype_option
-@force_option
-@nproc_option
-@json_option
-@click.pass_context
-def command(
-    ctx: click.Context,
-    model: str,
-    device: str | None,
-    dtype: str | None,
-    force: bool,
-    nproc: int,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    bounds = [_parse_bound(text, is_lower=True) for text in options["at_least"]]
-    bounds += [_parse_bound(text, is_lower=False) for text in options["at_most"]]
-    check_fewshot_options(options)
-    with join_processes(ctx, nproc, device) as world:
-        pipe = load_pipeline(model, device, dtype, force=force, ensemble=options["ensemble"], world=world)
-        pipe = set_image_size(pipe, options["interpolate"])
-        _check_options(pipe, options)
-        start = time.perf_counter()
-        evaluation = _run_evaluation(pipe, options)
-        seconds = time.perf_counter() - start
-        if world is None or world.is_main:
-            _save_outputs(evaluation, Path(model), options)
-        _print_report(evaluation, seconds, as_json)
-        failures = _failed_bounds(evaluation.metrics, bounds)
-        for line in failures:
-            echo(f"check failed: {line}", err=True)
-        if not failures:
-            suggest_next(f"account {shlex.quote(model)}")
-    if failures:
-        ctx.exit(CHECK_FAILED)
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Evaluate MODEL on DATA: a corpus from `monoblock ls corpora`, a file or a folder. The metrics depend on the task
+    of the model: perplexity, BLEU, accuracy, F1 and others.
+    """
 
+    model: str = argument()
+    data: str = argument()
+    decoding: dict[str, Any] = decoding_options(ONE_TARGET)
+    split: Literal["train", "valid", "test", "all"] | None = option(
+        "Split to use.  [default: test if there is one, else valid]"
+    )
+    limit: int | None = option("Use only the first N rows.", least=1)
+    samples: int = option("Print N inputs with reference and prediction.", 0, least=0)
+    n_best: int = option("Transliteration: the k of top-k accuracy.", 5, least=1)
+    lowercase: bool = option("Compute BLEU on lower-cased text.", False)
+    language: str | None = option(
+        "Translation: target language, for the Moses tokenizer of BLEU.  [default: from the file names, else en]"
+    )
+    rescore: bool = option(
+        "Transliteration: also rerank the hypotheses by how often each word is a target in the training split.", False
+    )
+    save_words: Path | None = option(
+        "As --rescore, and save the word frequencies to this file, for `translate --words`."
+    )
+    stride: int | None = option(
+        "Language models: evaluate in windows that begin N tokens apart.  [default: windows do not overlap]", least=1
+    )
+    context: int | None = option(
+        "Language models: tokens in a window.  [default: the context length of the model]", least=2
+    )
+    batch: int | None = option(
+        "Batch size.  [default: 64, and more if a GPU generates text]", flags=("--batch-size",), least=1
+    )
+    shots: str | None = option(
+        "Evaluate few-shot classification with N examples in the prompt; a list such as 0,4,8 evaluates each.",
+        metavar="N,N",
+    )
+    template: str | None = option(
+        r"With --shots: prompt for one example, as in 'Review: {text}\nSentiment: {label}\n\n'.  [default: "
+        "depends on the corpus]"
+    )
+    label: tuple[str, ...] = option(
+        "With --shots: write WORD for LABEL in prompts; may be repeated.", (), metavar="LABEL=WORD"
+    )
+    calibrate: bool = option(
+        "With --shots: divide the probabilities of labels by those for a text without content, such as N/A.", False
+    )
+    shots_seed: int = option("With --shots: seed for choosing the examples.", 0, least=0)
+    interpolate: int | None = interpolate_option()
+    at_least: tuple[str, ...] = option("Exit with code 3 if METRIC is lower.", (), metavar="METRIC=NUMBER")
+    at_most: tuple[str, ...] = option("Exit with code 3 if METRIC is higher.", (), metavar="METRIC=NUMBER")
+    card: bool = option("Add the metrics to the model card of the run folder.", False)
+    picture: Path | None = option(
+        "Classification and tagging: plot the confusion matrix and the worst mistakes to this file."
+    )
+    folder: Path | None = data_folder_option()
+    ensemble: tuple[str, ...] = ensemble_option()
+    device: str | None = device_option()
+    dtype: str | None = dtype_option()
+    force: bool = force_option()
+    nproc: int = nproc_option()
+    as_json: bool = json_option()
 
-def _check_options(pipe: Pipeline, options: dict[str, Any]) -> None:
-    """Raise ConfigError for an option that has no effect on this model."""
-    from monoblock.plots.figure import check_plot_path
+    def run(self) -> int | None:
+        bounds = [_parse_bound(text, is_lower=True) for text in self.at_least]
+        bounds += [_parse_bound(text, is_lower=False) for text in self.at_most]
+        given = {"--template": self.template, "--label": self.label, "--calibrate": self.calibrate}
+        stray = next((name for name, value in given.items() if value), None)
+        if stray is not None and self.shots is None:
+            raise ConfigError(f"{stray} has no effect without --shots; write --shots 0,4 as well")
+        with join_processes(self.nproc, self.device) as world:
+            pipe = load_pipeline(
+                self.model, self.device, self.dtype, force=self.force, ensemble=self.ensemble, world=world
+            )
+            pipe = set_image_size(pipe, self.interpolate)
+            self._check_options(pipe)
+            start = time.perf_counter()
+            evaluation = self._evaluate(pipe)
+            seconds = time.perf_counter() - start
+            if world is None or world.is_main:
+                self._save_outputs(evaluation)
+            _print_report(evaluation, seconds, self.as_json)
+            failures = _failed_bounds(evaluation.metrics, bounds)
+            for line in failures:
+                echo(f"check failed: {line}", err=True)
+            if not failures:
+                suggest_next(f"account {shlex.quote(self.model)}")
+        return CHECK_FAILED if failures else None
 
-    method = pipe.loaded.prediction_method
-    if options["stride"] is not None and (method or pipe.model.config.family == "encoder-decoder"):
-        raise ConfigError("--stride is for models that predict the next token, and this is not one; leave it out")
-    if options["picture"] is not None:
-        if method not in ("classify", "tag") or options["shots"] is not None:
-            raise ConfigError("--picture plots a confusion matrix, and this task has none; leave it out")
-        check_plot_path(options["picture"])
+    def _check_options(self, pipe: Pipeline) -> None:
+        """Raise ConfigError for an option that has no effect on this model."""
+        from monoblock.plots.figure import check_plot_path
 
+        method = pipe.loaded.prediction_method
+        if self.stride is not None and (method or pipe.model.config.family == "encoder-decoder"):
+            raise ConfigError("--stride is for models that predict the next token, and this is not one; leave it out")
+        if self.picture is not None:
+            if method not in ("classify", "tag") or self.shots is not None:
+                raise ConfigError("--picture plots a confusion matrix, and this task has none; leave it out")
+            check_plot_path(self.picture)
 
-def _run_evaluation(pipe: Pipeline, options: dict[str, Any]) -> Evaluation:
-    """Build an EvaluationRequest from the options of the same names as its fields, and evaluate it."""
-    from monoblock.runs.evaluate import evaluate_request
-    from monoblock.tasks.evaluation_report import EvaluationRequest
+    def _evaluate(self, pipe: Pipeline) -> Evaluation:
+        """Build an EvaluationRequest from the options of the same names as its fields, and evaluate it."""
+        from monoblock.runs.evaluate import evaluate_request
+        from monoblock.tasks.evaluation_report import EvaluationRequest
 
-    search = drop_unset({field: options[field] for field, _, _ in SEARCH_OPTIONS.values()})
-    resolve_settings(pipe, search)
-    values = {field.name: options[field.name] for field in fields(EvaluationRequest) if field.name in options}
-    values["folder"] = resolve_data_folder(options["folder"])
-    values["rescore"] = options["rescore"] or options["save_words"] is not None
-    request = EvaluationRequest(**{**values, "options": search})
-    return evaluate_request(pipe, request) if options["shots"] is None else evaluate_fewshot(pipe, request, options)
+        resolve_settings(pipe, self.decoding)
+        values = {
+            field.name: getattr(self, field.name) for field in fields(EvaluationRequest) if hasattr(self, field.name)
+        }
+        values["folder"] = resolve_data_folder(self.folder)
+        values["rescore"] = self.rescore or self.save_words is not None
+        request = EvaluationRequest(**values | {"options": self.decoding})
+        return evaluate_request(pipe, request) if self.shots is None else self._evaluate_few_shot(pipe, request)
 
+    def _evaluate_few_shot(self, pipe: Pipeline, request: EvaluationRequest) -> Evaluation:
+        """Evaluate by few-shot prompting, once for each number of examples in --shots."""
+        from monoblock.tasks.fewshot import evaluate_few_shot
 
-def _save_outputs(evaluation: Evaluation, model: Path, options: dict[str, Any]) -> None:
-    """Write what the options ask for: word frequencies, the plot, the metrics in the model card."""
-    if options["save_words"] is not None and evaluation.word_frequencies is not None:
-        evaluation.word_frequencies.write(options["save_words"])
-    if options["picture"] is not None and evaluation.save_plot is not None:
-        echo(f"saved {evaluation.save_plot(options['picture'])}", err=True)
-    if options["card"]:
-        from monoblock.runs.model_card import add_metrics
+        assert self.shots is not None
+        counts = self.shots.split(",")
+        if not all(count.strip().isdecimal() for count in counts):
+            raise ConfigError(f"--shots {self.shots} is not a list of whole numbers; write --shots 0,4,8")
+        words = {}
+        for pair in self.label:
+            label, _, word = pair.partition("=")
+            if not word:
+                raise ConfigError(f"--label {label} has no word for the label; write LABEL=WORD, as in 1=positive")
+            words[label] = word
+        return evaluate_few_shot(
+            pipe.loaded,
+            request,
+            [int(count) for count in counts],
+            template=self.template.replace("\\n", "\n").replace("\\t", "\t") if self.template else None,
+            words=words,
+            calibrate=self.calibrate,
+            seed=self.shots_seed,
+        )
 
-        add_metrics(model, options["data"], evaluation.metrics)
+    def _save_outputs(self, evaluation: Evaluation) -> None:
+        """Write what the options ask for: word frequencies, the plot, the metrics in the model card."""
+        if self.save_words is not None and evaluation.word_frequencies is not None:
+            evaluation.word_frequencies.write(self.save_words)
+        if self.picture is not None and evaluation.save_plot is not None:
+            echo(f"saved {evaluation.save_plot(self.picture)}", err=True)
+        if self.card:
+            from monoblock.runs.model_card import add_metrics
+
+            add_metrics(Path(self.model), self.data, evaluation.metrics)
 
 
 def _print_report(evaluation: Evaluation, seconds: float, as_json: bool) -> None:

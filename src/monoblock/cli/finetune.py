@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-import click
-
-from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
-from monoblock.cli._shared.output import echo, json_option
-from monoblock.cli._shared.training_run import print_result, print_resume_command, run_training
+from monoblock.cli.output import echo
+from monoblock.cli.training_run import print_result, print_resume_command, run_training
+from monoblock.cli.verb import argument, data_folder_option, json_option, option, resolve_data_folder
 from monoblock.errors import ConfigError
 
 # Option -> key of the recipe.
@@ -27,87 +26,73 @@ LORA_OPTIONS = ("rank", "alpha", "targets", "bits")
 DEFAULT_RANK = 8
 
 
-@click.command(
-    name="finetune",
-    help="Fine-tune MODEL (a run folder, a Hugging Face folder or a GGUF file) on DATA (a corpus from `monoblock ls "
-    "corpora`, a file or a folder).\n\n"
-    "The kind of data decides the task. Labelled texts train a classifier, tagged words train a tagger, and pairs "
-    "train a translator. Conversations train a chat model, with the loss computed on its replies only. Plain text "
-    "trains a causal or a masked language model, whichever MODEL is.\n\n"
-    "A recipe is built for MODEL and DATA. Arguments such as train.batch=8 change it; --dry-run prints all its keys.",
-)
-@click.argument("model")
-@click.argument("data", metavar="DATA")
-@click.argument("overrides", nargs=-1, metavar="[section.key=value …]")
-@click.option(
-    "--objective",
-    help="The task, a name from `monoblock ls tasks`.  [default: chosen by the data and the model]",
-)
-@click.option("--epochs", type=float, help="Passes over the data.")
-@click.option("--lr", type=float, help="Peak learning rate.")
-@click.option("--lora", is_flag=True, help="Train low-rank adapters (LoRA) and freeze all other weights.")
-@click.option(
-    "--rank", type=click.IntRange(min=1), help=f"With --lora: rank of the adapters.  [default: {DEFAULT_RANK}]"
-)
-@click.option("--alpha", type=float, help="With --lora: adapters are scaled by alpha / rank.  [default: 16]")
-@click.option(
-    "--targets",
-    help="With --lora: projections that get an adapter, separated by commas, or all.  [default: query,value]",
-)
-@click.option("--bits", type=click.Choice(["8", "4"]), help="With --lora: quantize the frozen weights to N bits.")
-@click.option("--freeze", type=click.IntRange(min=0), help="Freeze the embedding and the first N layers.")
-@click.option(
-    "--layer-decay",
-    type=float,
-    help="Learning rate of each layer as a fraction of that of the layer above it, such as 0.9.",
-)
-@click.option("--out", type=click.Path(path_type=Path), help="Folder to write.  [default: runs/<data>-<model>]")
-@click.option("--data", "folder", type=folder_type, help=FOLDER_HELP)
-@click.option("--resume", is_flag=True, help="Resume the run in --out from its newest checkpoint.")
-@click.option("--dry-run", is_flag=True, help="Print the recipe as TOML, which `monoblock train` can read, and exit.")
-@json_option
-@click.pass_context
-def command(
-    ctx: click.Context,
-    model: str,
-    data: str,
-    overrides: tuple[str, ...],
-    objective: str | None,
-    out: Path | None,
-    folder: Path | None,
-    resume: bool,
-    dry_run: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    from monoblock.runs.finetune import build_finetuning_recipe
+@dataclass(frozen=True, kw_only=True)
+class Finetune:
+    """Fine-tune MODEL (a run folder, a Hugging Face folder or a GGUF file) on DATA (a corpus from `monoblock ls
+    corpora`, a file or a folder).
 
-    all_overrides = [*_recipe_overrides(options), *overrides]
-    recipe = build_finetuning_recipe(
-        model, data, objective=objective, folder=resolve_data_folder(folder), overrides=all_overrides
+    The kind of data decides the task. Labelled texts train a classifier, tagged words train a tagger, and pairs train a
+    translator. Conversations train a chat model, with the loss computed on its replies only. Plain text trains a causal
+    or a masked language model, whichever MODEL is.
+
+    A recipe is built for MODEL and DATA. Arguments such as train.batch=8 change it; --dry-run prints all its keys.
+    """
+
+    model: str = argument()
+    data: str = argument()
+    overrides: tuple[str, ...] = argument((), metavar="[section.key=value …]")
+    objective: str | None = option(
+        "The task, a name from `monoblock ls tasks`.  [default: chosen by the data and the model]"
     )
-    if dry_run:
-        echo(recipe.to_toml(), nl=False)
-        return
-    from monoblock.parallel.world import SINGLE_PROCESS
-
-    run_folder = out if out is not None else Path("runs") / recipe.name
-    run, last, interrupted_code = run_training(
-        recipe, run_folder, resolve_data_folder(folder), SINGLE_PROCESS, {"resume": resume, "tensorboard": False}
+    epochs: float | None = option("Passes over the data.")
+    lr: float | None = option("Peak learning rate.")
+    lora: bool = option("Train low-rank adapters (LoRA) and freeze all other weights.", False)
+    rank: int | None = option(f"With --lora: rank of the adapters.  [default: {DEFAULT_RANK}]", least=1)
+    alpha: float | None = option("With --lora: adapters are scaled by alpha / rank.  [default: 16]")
+    targets: str | None = option(
+        "With --lora: projections that get an adapter, separated by commas, or all.  [default: query,value]"
     )
-    if last.interrupted:
-        objective_option = ["--objective", objective] if objective else []
-        words = ["finetune", model, data, *all_overrides, *objective_option]
-        print_resume_command(run_folder, last.step, words, folder)
-        ctx.exit(interrupted_code)
-    print_result(run, as_json)
+    bits: Literal["8", "4"] | None = option("With --lora: quantize the frozen weights to N bits.")
+    freeze: int | None = option("Freeze the embedding and the first N layers.", least=0)
+    layer_decay: float | None = option(
+        "Learning rate of each layer as a fraction of that of the layer above it, such as 0.9."
+    )
+    out: Path | None = option("Folder to write.  [default: runs/<data>-<model>]")
+    folder: Path | None = data_folder_option()
+    resume: bool = option("Resume the run in --out from its newest checkpoint.", False)
+    dry_run: bool = option("Print the recipe as TOML, which `monoblock train` can read, and exit.", False)
+    as_json: bool = json_option()
 
+    def run(self) -> int | None:
+        from monoblock.runs.finetune import build_finetuning_recipe
 
-def _recipe_overrides(options: dict[str, Any]) -> list[str]:
-    """Translate the command-line options into overrides of the recipe: `section.key=value`."""
-    lora = options.pop("lora")
-    stray = next((name for name in LORA_OPTIONS if options[name] is not None and not lora), None)
-    if stray is not None:
-        raise ConfigError(f"--{stray} has no effect without --lora; write --lora as well")
-    options["rank"] = (options["rank"] or DEFAULT_RANK) if lora else None
-    return [f"{RECIPE_KEYS[name]}={value}" for name, value in options.items() if value is not None]
+        overrides = [*self._recipe_overrides(), *self.overrides]
+        data = resolve_data_folder(self.folder)
+        recipe = build_finetuning_recipe(
+            self.model, self.data, objective=self.objective, folder=data, overrides=overrides
+        )
+        if self.dry_run:
+            echo(recipe.to_toml(), nl=False)
+            return None
+        from monoblock.parallel.world import SINGLE_PROCESS
+
+        folder = self.out if self.out is not None else Path("runs") / recipe.name
+        options = {"resume": self.resume, "tensorboard": False}
+        run, last, interrupted_code = run_training(recipe, folder, data, SINGLE_PROCESS, options)
+        if last.interrupted:
+            objective = ["--objective", self.objective] if self.objective else []
+            words = ["finetune", self.model, self.data, *overrides, *objective]
+            print_resume_command(folder, last.step, words, self.folder)
+            return interrupted_code
+        print_result(run, self.as_json)
+        return None
+
+    def _recipe_overrides(self) -> list[str]:
+        """Translate the options into overrides of the recipe: `section.key=value`."""
+        given = {name: value for name in RECIPE_KEYS if (value := getattr(self, name)) is not None}
+        stray = next((name for name in LORA_OPTIONS if name in given), None)
+        if stray is not None and not self.lora:
+            raise ConfigError(f"--{stray} has no effect without --lora; write --lora as well")
+        if self.lora:
+            given = {"rank": DEFAULT_RANK} | given
+        return [f"{key}={given[name]}" for name, key in RECIPE_KEYS.items() if name in given]

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import shlex
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from monoblock.cli._shared.decoding_options import (
-    BEAM_OPTIONS,
-    SAMPLING_OPTIONS,
-    add_options,
-    drop_unset,
+from monoblock.cli.decoding_options import (
+    decoding_options,
     note_full_context,
     print_stream,
     resolve_settings,
     stop_option,
 )
-from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
-from monoblock.cli._shared.output import echo, json_option, print_json, suggest_next
-from monoblock.cli._shared.processes import join_processes, nproc_option
+from monoblock.cli.model_options import (
+    device_option,
+    dtype_option,
+    force_option,
+    join_processes,
+    load_pipeline,
+    nproc_option,
+)
+from monoblock.cli.output import echo, print_json, suggest_next
+from monoblock.cli.verb import argument, json_option
 from monoblock.errors import InputError
 from monoblock.untrusted_files import MAX_BYTES, MB, standard_input
 
@@ -29,40 +32,51 @@ if TYPE_CHECKING:
     from monoblock.runs.pipeline import Pipeline
 
 
-@click.command(
-    name="generate",
-    help="Generate text with MODEL that continues PROMPT; - reads the prompt from standard input. Without PROMPT, a "
-    "decoder begins at its start token. For an encoder-decoder, PROMPT is the source.\n\nDecoding options that are not "
-    "given come from the model's generation_config.json.",
-)
-@click.argument("model")
-@click.argument("prompt", required=False)
-@add_options(SAMPLING_OPTIONS, BEAM_OPTIONS)
-@click.option("--num-return-sequences", "num_return_sequences", type=int, help="Number of texts to generate.")
-@stop_option
-@device_option
-@dtype_option
-@force_option
-@nproc_option
-@json_option
-@click.pass_context
-def command(
-    ctx: click.Context,
-    model: str,
-    prompt: str | None,
-    stop: tuple[str, ...],
-    device: str | None,
-    dtype: str | None,
-    force: bool,
-    nproc: int,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    with join_processes(ctx, nproc, device) as world:
-        text = _read_prompt(prompt, world)
-        pipe = load_pipeline(model, device, dtype, force=force, world=world)
-        _print_texts(pipe, text, stop, drop_unset(options), as_json)
-        suggest_next(f"chat {shlex.quote(model)}" if pipe.tokenizer.chat_template else f"bench {shlex.quote(model)}")
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Generate text with MODEL that continues PROMPT; - reads the prompt from standard input. Without PROMPT, a decoder
+    begins at its start token. For an encoder-decoder, PROMPT is the source.
+
+    Decoding options that are not given come from the model's generation_config.json.
+    """
+
+    model: str = argument()
+    prompt: str | None = argument(None)
+    decoding: dict[str, Any] = decoding_options()
+    stop: tuple[str, ...] = stop_option()
+    device: str | None = device_option()
+    dtype: str | None = dtype_option()
+    force: bool = force_option()
+    nproc: int = nproc_option()
+    as_json: bool = json_option()
+
+    def run(self) -> None:
+        with join_processes(self.nproc, self.device) as world:
+            text = _read_prompt(self.prompt, world)
+            pipe = load_pipeline(self.model, self.device, self.dtype, force=self.force, world=world)
+            self._print_texts(pipe, text)
+            verb = "chat" if pipe.tokenizer.chat_template else "bench"
+            suggest_next(f"{verb} {shlex.quote(self.model)}")
+
+    def _print_texts(self, pipe: Pipeline, text: str) -> None:
+        options = self.decoding | {"stop": self.stop}
+        settings = resolve_settings(pipe, self.decoding)
+        is_decoder = pipe.model.encoder is None
+        if not is_decoder and not text:
+            raise InputError(
+                "an encoder-decoder needs a source text; give it as PROMPT, or write - to read it from standard input"
+            )
+        if self.as_json:
+            print_json(_generate_json(pipe, text, options))
+        elif settings.num_return_sequences > 1 or (settings.num_beams > 1 and "num_beams" in options):
+            hypotheses = pipe.generate_hypotheses([text], **options)[0]
+            for hypothesis in hypotheses:
+                echo((text if is_decoder else "") + hypothesis.text)
+            note_full_context(pipe, [hypothesis.finish_reason for hypothesis in hypotheses])
+        else:
+            chunks = pipe.stream_chunks(text, **options)
+            echo(text if is_decoder else "", nl=False)
+            print_stream(pipe, chunks)
 
 
 def _read_prompt(prompt: str | None, world: World | None) -> str:
@@ -83,33 +97,9 @@ def _read_standard_input() -> str:
     return raw.decode("utf-8", errors="replace").replace("\r\n", "\n")
 
 
-def _print_texts(pipe: Pipeline, text: str, stop: tuple[str, ...], options: dict[str, Any], as_json: bool) -> None:
-    settings = resolve_settings(pipe, options)
-    if pipe.model.encoder is not None and not text:
-        raise InputError(
-            "an encoder-decoder needs a source text; give it as PROMPT, or write - to read it from standard input"
-        )
-    if as_json:
-        print_json(_generate_json(pipe, text, stop, options))
-    elif settings.num_return_sequences > 1 or (settings.num_beams > 1 and "num_beams" in options):
-        hypotheses = pipe.generate_hypotheses([text], stop=stop, **options)[0]
-        for hypothesis in hypotheses:
-            echo(_prompt_prefix(pipe, text) + hypothesis.text)
-        note_full_context(pipe, [hypothesis.finish_reason for hypothesis in hypotheses])
-    else:
-        chunks = pipe.stream_chunks(text, stop=stop, **options)
-        echo(_prompt_prefix(pipe, text), nl=False)
-        print_stream(pipe, chunks)
-
-
-def _prompt_prefix(pipe: Pipeline, text: str) -> str:
-    """Return the text to print before the generated text: the prompt for a decoder, "" for an encoder-decoder."""
-    return "" if pipe.model.encoder is not None else text
-
-
-def _generate_json(pipe: Pipeline, text: str, stop: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
+def _generate_json(pipe: Pipeline, text: str, options: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
-    hypotheses = pipe.generate_hypotheses([text], stop=stop, **options)[0]
+    hypotheses = pipe.generate_hypotheses([text], **options)[0]
     seconds = time.perf_counter() - start
     texts = [
         {"text": hypothesis.text, "tokens": hypothesis.num_tokens, "finished": hypothesis.finish_reason}

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
-from monoblock.cli._shared.image_options import interpolate_option, set_image_size
-from monoblock.cli._shared.model_options import device_option, force_option, load_pipeline
-from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
+from monoblock.cli.model_options import (
+    device_option,
+    force_option,
+    interpolate_option,
+    load_pipeline,
+    set_image_size,
+)
+from monoblock.cli.output import echo, print_json, print_table, suggest_next
+from monoblock.cli.verb import argument, data_folder_option, json_option, option, resolve_data_folder
 from monoblock.errors import ConfigError, FileError, did_you_mean
 
 if TYPE_CHECKING:
@@ -24,132 +28,118 @@ DEFAULT_TEXT = "The animal didn't cross the street because it was too tired."
 HTML_SUFFIXES = (".html", ".htm")
 
 
-@click.command(
-    name="inspect",
-    help="Draw what MODEL does with TEXT: attention of every head, which heads are local, the logit lens, norms and "
-    "gradients by depth, positions, masks and parameters. An HTML page has everything; a PNG, SVG or PDF file has "
-    "the pictures of one part. For a vision model, TEXT is the path of an image.\n\n"
-    "\b\n"
-    "attention:    the weights of every head, or of one: --layer 3 --head 0\n"
-    "heads:        entropy, distance and shares of every head: local or global\n"
-    "lens:         what the model would predict after each layer\n"
-    "norms:        of the residual stream and of the gradient, by depth\n"
-    "scores:       induction, duplicate-, previous-, positional and rare-token heads\n"
-    "positions:    the position encoding: vectors, hands, similarity by distance\n"
-    "masks:        which tokens a token may attend to\n"
-    "parameters:   by component\n"
-    "coreference:  the head that resolves pronouns best, in English (encoders)\n"
-    "profile:      time of forward and backward passes: --lengths, --batches\n"
-    "probes:       what a linear classifier reads from each layer: --probe DATA",
-)
-@click.argument("model")
-@click.argument("text", required=False)
-@click.option("--target", help="Encoder-decoder: the target text.  [default: what the model generates]")
-@click.option(
-    "--show",
-    multiple=True,
-    metavar="PART",
-    help="Show this part only; may be repeated.  [default: all that apply to MODEL, except coreference, profile and "
-    "probes; attention for a PNG, SVG or PDF file]",
-)
-@click.option("--layer", help="Attention of this layer only: a number, or a name such as decoder.3.cross.")
-@click.option("--head", type=click.IntRange(min=0), help="Attention of this head of --layer, with its tokens.")
-@click.option("--lengths", metavar="N,N,…", help="Profile: lengths in tokens.  [default: 32,64,128,256]")
-@click.option("--batches", metavar="N,N,…", help="Profile: batch sizes.  [default: 1]")
-@click.option("--probe", metavar="DATA", help="Probes: a corpus or file of labelled texts or tagged words.")
-@click.option("--limit", type=click.IntRange(min=4), default=300, show_default=True, help="Probes: use N texts.")
-@click.option("--data", "folder", type=folder_type, help=FOLDER_HELP)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="HTML, PNG, SVG or PDF file to write.  [default: inspect.html; with --json, none]",
-)
-@interpolate_option
-@device_option
-@click.option("--dtype", default="fp32", show_default=True, help="Weights in fp32, bf16 or fp16.")
-@force_option
-@json_option
-def command(
-    model: str,
-    text: str | None,
-    target: str | None,
-    show: tuple[str, ...],
-    layer: str | None,
-    head: int | None,
-    lengths: str | None,
-    batches: str | None,
-    probe: str | None,
-    limit: int,
-    folder: Path | None,
-    out: Path | None,
-    interpolate: int | None,
-    device: str | None,
-    dtype: str,
-    force: bool,
-    as_json: bool,
-) -> None:
-    show += ("probes",) if probe is not None and "probes" not in show else ()
-    names = _check_parts(show, layer, head, text)
-    if "probes" in names and probe is None:
-        raise ConfigError("probes need labelled data; write --probe DATA, a corpus or a file")
-    if (lengths or batches) is not None and "profile" not in names:
-        raise ConfigError("--lengths and --batches are for --show profile; leave them out")
-    sweep = {"lengths": _parse_numbers("--lengths", lengths), "batches": _parse_numbers("--batches", batches) or (1,)}
-    out = Path("inspect.html") if out is None and not as_json else out
-    is_page = out is not None and out.suffix.lower() in HTML_SUFFIXES
-    if out is not None:
-        _check_out(out, is_page)
-    pipe = set_image_size(load_pipeline(model, device, dtype, force=force), interpolate)
-    from monoblock.runs.inspect.inputs import encode_input, transformer_of
-    from monoblock.runs.inspect.part import Request
-    from monoblock.runs.inspect.parts import PARTS, default_parts
+@dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Draw what MODEL does with TEXT: attention of every head, which heads are local, the logit lens, norms and
+    gradients by depth, positions, masks and parameters. An HTML page has everything; a PNG, SVG or PDF file has the
+    pictures of one part. For a vision model, TEXT is the path of an image.
 
-    if pipe.tokenizer is None and text is None:
-        raise ConfigError("this model reads images; give the path of an image as TEXT")
-    request = Request(
-        pipe,
-        encode_input(pipe, DEFAULT_TEXT if text is None else text, target),
-        layer,
-        head,
-        has_text=text is not None,
-        labelled_data=probe,
-        data_folder=resolve_data_folder(folder),
-        limit=limit,
-        **sweep,
+    \b
+    attention:    the weights of every head, or of one: --layer 3 --head 0
+    heads:        entropy, distance and shares of every head: local or global
+    lens:         what the model would predict after each layer
+    norms:        of the residual stream and of the gradient, by depth
+    scores:       induction, duplicate-, previous-, positional and rare-token heads
+    positions:    the position encoding: vectors, hands, similarity by distance
+    masks:        which tokens a token may attend to
+    parameters:   by component
+    coreference:  the head that resolves pronouns best, in English (encoders)
+    profile:      time of forward and backward passes: --lengths, --batches
+    probes:       what a linear classifier reads from each layer: --probe DATA
+    """
+
+    model: str = argument()
+    text: str | None = argument(None)
+    target: str | None = option("Encoder-decoder: the target text.  [default: what the model generates]")
+    show: tuple[str, ...] = option(
+        "Show this part only; may be repeated.  [default: all that apply to MODEL, except coreference, profile and "
+        "probes; attention for a PNG, SVG or PDF file]",
+        (),
+        metavar="PART",
     )
-    if not names:
-        every = default_parts(transformer_of(pipe))
-        names = every if is_page or (out is None and layer is None and head is None) else ["attention"]
-    names.sort(key=lambda name: name != "probes")  # first, since a wrong corpus should be refused at once
-    parts = {name: PARTS[name](request) for name in names}
-    saved = [] if out is None else _save(request, model, parts, out, is_page)
-    if as_json:
-        tokens = {"tokens": request.input.tokens} if request.has_text else {}
-        print_json({"model": model} | tokens | {name: part.data for name, part in parts.items()})
-    else:
-        _print_report(parts)
-        for path in saved:
-            echo(f"Saved {path}")
-    quoted = shlex.quote(model)
-    suggest_next(
-        f"prune {quoted} DATA --keep 0.5 --out DIR" if is_page else f"inspect {quoted} TEXT --out inspect.html"
+    layer: str | None = option("Attention of this layer only: a number, or a name such as decoder.3.cross.")
+    head: int | None = option("Attention of this head of --layer, with its tokens.", least=0)
+    lengths: str | None = option("Profile: lengths in tokens.  [default: 32,64,128,256]", metavar="N,N,…")
+    batches: str | None = option("Profile: batch sizes.  [default: 1]", metavar="N,N,…")
+    probe: str | None = option("Probes: a corpus or file of labelled texts or tagged words.", metavar="DATA")
+    limit: int = option("Probes: use N texts.", 300, least=4)
+    folder: Path | None = data_folder_option()
+    out: Path | None = option(
+        "HTML, PNG, SVG or PDF file to write.  [default: inspect.html; with --json, none]", path="file"
     )
+    interpolate: int | None = interpolate_option()
+    device: str | None = device_option()
+    dtype: str = option("Weights in fp32, bf16 or fp16.", "fp32")
+    force: bool = force_option()
+    as_json: bool = json_option()
 
+    def run(self) -> None:
+        names = self._check_parts()
+        sweep = {
+            "lengths": _parse_numbers("--lengths", self.lengths),
+            "batches": _parse_numbers("--batches", self.batches) or (1,),
+        }
+        out = Path("inspect.html") if self.out is None and not self.as_json else self.out
+        is_page = out is not None and out.suffix.lower() in HTML_SUFFIXES
+        if out is not None:
+            _check_out(out, is_page)
+        pipe = load_pipeline(self.model, self.device, self.dtype, force=self.force)
+        pipe = set_image_size(pipe, self.interpolate)
+        from monoblock.runs.inspect.inputs import encode_input, transformer_of
+        from monoblock.runs.inspect.part import Request
+        from monoblock.runs.inspect.parts import PARTS, default_parts
 
-def _check_parts(show: tuple[str, ...], layer: str | None, head: int | None, text: str | None) -> list[str]:
-    names = list(dict.fromkeys(name for word in show for name in word.split(",")))
-    for name in names:
-        if name not in PART_NAMES:
-            raise ConfigError(f"there is no part {name!r} to show{did_you_mean(name, PART_NAMES)}; see --help")
-    if head is not None and layer is None:
-        raise ConfigError("--head needs --layer, as in --layer 3 --head 0")
-    if names and text is None and not set(names) <= set(WITHOUT_TEXT):
-        raise ConfigError("TEXT is missing; give a text to inspect, such as 'The cat sat on the mat.'")
-    if not names and text is None:
-        raise ConfigError("TEXT is missing; give a text to inspect, or a part that needs none: --show positions")
-    if layer is not None and names and "attention" not in names:
-        raise ConfigError("--layer and --head are for --show attention; leave them out")
-    return names
+        if pipe.tokenizer is None and self.text is None:
+            raise ConfigError("this model reads images; give the path of an image as TEXT")
+        request = Request(
+            pipe,
+            encode_input(pipe, DEFAULT_TEXT if self.text is None else self.text, self.target),
+            self.layer,
+            self.head,
+            has_text=self.text is not None,
+            labelled_data=self.probe,
+            data_folder=resolve_data_folder(self.folder),
+            limit=self.limit,
+            **sweep,
+        )
+        if not names:
+            every = default_parts(transformer_of(pipe))
+            names = every if is_page or (out is None and self.layer is None and self.head is None) else ["attention"]
+        names.sort(key=lambda name: name != "probes")  # first, since a wrong corpus should be refused at once
+        parts = {name: PARTS[name](request) for name in names}
+        saved = [] if out is None else _save(request, self.model, parts, out, is_page)
+        if self.as_json:
+            tokens = {"tokens": request.input.tokens} if request.has_text else {}
+            print_json({"model": self.model} | tokens | {name: part.data for name, part in parts.items()})
+        else:
+            _print_report(parts)
+            for path in saved:
+                echo(f"Saved {path}")
+        model = shlex.quote(self.model)
+        suggest_next(
+            f"prune {model} DATA --keep 0.5 --out DIR" if is_page else f"inspect {model} TEXT --out inspect.html"
+        )
+
+    def _check_parts(self) -> list[str]:
+        """Return the names of the parts to show, and raise ConfigError for options that do not fit them."""
+        words = [*self.show, *(["probes"] if self.probe is not None else [])]
+        names = list(dict.fromkeys(name for word in words for name in word.split(",")))
+        for name in names:
+            if name not in PART_NAMES:
+                raise ConfigError(f"there is no part {name!r} to show{did_you_mean(name, PART_NAMES)}; see --help")
+        if self.head is not None and self.layer is None:
+            raise ConfigError("--head needs --layer, as in --layer 3 --head 0")
+        if names and self.text is None and not set(names) <= set(WITHOUT_TEXT):
+            raise ConfigError("TEXT is missing; give a text to inspect, such as 'The cat sat on the mat.'")
+        if not names and self.text is None:
+            raise ConfigError("TEXT is missing; give a text to inspect, or a part that needs none: --show positions")
+        if self.layer is not None and names and "attention" not in names:
+            raise ConfigError("--layer and --head are for --show attention; leave them out")
+        if "probes" in names and self.probe is None:
+            raise ConfigError("probes need labelled data; write --probe DATA, a corpus or a file")
+        if (self.lengths or self.batches) is not None and "profile" not in names:
+            raise ConfigError("--lengths and --batches are for --show profile; leave them out")
+        return names
 
 
 def _parse_numbers(option: str, text: str | None) -> tuple[int, ...]:

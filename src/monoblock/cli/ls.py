@@ -4,14 +4,15 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
 
-from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
+from monoblock.cli.output import echo, print_json, print_table, suggest_next
+from monoblock.cli.verb import argument, json_option
 from monoblock.config.field_description import REQUIRED, list_choices, type_words
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.recipes.parse import RECIPE_FILE, recipe_path
@@ -195,14 +196,6 @@ LISTINGS = {
 }
 
 
-def _check_listing(ctx: click.Context, argument: click.Parameter, what: str | None) -> str | None:
-    if what is not None and what not in LISTINGS:
-        raise click.UsageError(
-            f"{what!r} cannot be listed; write one of {', '.join(LISTINGS)}{did_you_mean(what, LISTINGS)}", ctx
-        )
-    return what
-
-
 def _select_rows(name: str, rows: list[Record], word: str) -> list[Record]:
     """Return the rows that a word selects: a name or section, else a part of a name, else a part of any text."""
     tests: tuple[Callable[[Record], bool], ...] = (
@@ -249,35 +242,44 @@ def _without_quotes(text: str) -> str:
     return text.replace('"', "") or '""' if text != '""' else text
 
 
-@click.command(
-    name="ls",
-    help="List WHAT, or all of the following if WHAT is not given. With WORD, list only the rows that it selects: a "
-    "name, the section of a key (`ls keys train`), or a part of the text.\n\n"
-    "\b\n  recipes: descriptions of what `monoblock train` can train"
-    "\n  tasks:   training objectives, with the models and data they need"
-    "\n  keys:    what a recipe, or an override such as train.steps=500, can set"
-    "\n  presets: configurations of published models"
-    "\n  knobs:   what can be changed in a preset or a family of models"
-    "\n  corpora: data sets to train and evaluate on"
-    "\n  experiments: comparisons that `monoblock compare` can run"
-    "\n  runs:    models trained into the folder runs",
-)
-@click.argument("what", required=False, callback=_check_listing)
-@click.argument("word", required=False)
-@json_option
-def command(what: str | None, word: str | None, as_json: bool) -> None:
-    listings = {name: LISTINGS[name][0]() for name in ([what] if what else LISTINGS)}
-    if word is not None:
-        listings = {name: _select_rows(name, rows, word) for name, rows in listings.items()}
-    if as_json:
-        print_json(listings)
-        return
-    for name, rows in listings.items():
-        _, columns, _ = LISTINGS[name]
-        if len(listings) > 1:
-            echo(f"\n{name}")
-        for group in _group_by_section(rows):
-            print_table(columns, [[_cell(row, column) for column in columns] for row in group], narrow=NARROW_COLUMNS)
-    for name, rows in listings.items():
-        if rows:
-            suggest_next(LISTINGS[name][2].format(**rows[0]))
+@dataclass(frozen=True, kw_only=True)
+class Ls:
+    """List WHAT, or all of the following if WHAT is not given. With WORD, list only the rows that it selects: a
+    name, the section of a key (`ls keys train`), or a part of the text.
+
+    \b
+      recipes: descriptions of what `monoblock train` can train
+      tasks:   training objectives, with the models and data they need
+      keys:    what a recipe, or an override such as train.steps=500, can set
+      presets: configurations of published models
+      knobs:   what can be changed in a preset or a family of models
+      corpora: data sets to train and evaluate on
+      experiments: comparisons that `monoblock compare` can run
+      runs:    models trained into the folder runs
+    """
+
+    what: str | None = argument(None)
+    word: str | None = argument(None)
+    as_json: bool = json_option()
+
+    def run(self) -> None:
+        if self.what is not None and self.what not in LISTINGS:
+            known, hint = ", ".join(LISTINGS), did_you_mean(self.what, LISTINGS)
+            raise click.UsageError(f"{self.what!r} cannot be listed; write one of {known}{hint}")
+        names = [self.what] if self.what else list(LISTINGS)
+        listings = {name: LISTINGS[name][0]() for name in names}
+        if self.word is not None:
+            listings = {name: _select_rows(name, rows, self.word) for name, rows in listings.items()}
+        if self.as_json:
+            print_json(listings)
+            return
+        for name, rows in listings.items():
+            _, columns, _ = LISTINGS[name]
+            if len(listings) > 1:
+                echo(f"\n{name}")
+            for group in _group_by_section(rows):
+                cells = [[_cell(row, column) for column in columns] for row in group]
+                print_table(columns, cells, narrow=NARROW_COLUMNS)
+        for name, rows in listings.items():
+            if rows:
+                suggest_next(LISTINGS[name][2].format(**rows[0]))

@@ -13,36 +13,34 @@ from importlib import import_module
 import click
 
 from monoblock import __version__
-from monoblock.cli._shared.output import echo
+from monoblock.cli.output import echo
 from monoblock.errors import ConfigError, MonoblockError, did_you_mean, shorten_message
 
-# Verb -> (module with its `command`, line in --help). The lines are here so that --help imports no verb.
+# Verb -> its line in --help. The verb `prune` is the class Prune in cli/prune.py, which is imported when it is used; a
+# verb with commands of its own, such as `tokenizer train`, has a table COMMANDS instead.
 VERBS = {
-    "demo": ("monoblock.cli.demo", "Train a small GPT, sample from it, count its parameters and examine it."),
-    "ls": ("monoblock.cli.ls", "List recipes, tasks, keys, presets, knobs, corpora, experiments and runs."),
-    "tokenizer": ("monoblock.cli.tokenizer", "Train a tokenizer, or show how one splits a text."),
-    "data": ("monoblock.cli.data", "Prepare token shards from any amount of text, or show them."),
-    "train": ("monoblock.cli.train", "Train the model that a recipe describes."),
-    "finetune": ("monoblock.cli.finetune", "Fine-tune a model on other data: all weights, some layers, or LoRA."),
-    "generate": ("monoblock.cli.generate", "Generate text that continues a prompt."),
-    "chat": ("monoblock.cli.chat", "Chat with a model that has a chat template."),
-    "translate": ("monoblock.cli.translate", "Translate or transliterate lines of text."),
-    "predict": ("monoblock.cli.predict", "Classify, tag, fill masks, answer questions or embed texts."),
-    "evaluate": ("monoblock.cli.evaluate", "Compute perplexity, BLEU, accuracy, … of a model on a corpus."),
-    "backtranslate": ("monoblock.cli.backtranslate", "Make synthetic training pairs from target sentences."),
-    "compare": ("monoblock.cli.compare", "Run an experiment: train variants of a model and compare them."),
-    "bench": ("monoblock.cli.bench", "Measure speed and memory, and compare with other libraries."),
-    "convert": (
-        "monoblock.cli.convert",
-        "Convert a model between monoblock, Hugging Face and GGUF, and compare the logits.",
-    ),
-    "inspect": ("monoblock.cli.inspect", "Draw attention, logit lens, norms and positions of a model on a text."),
-    "prune": ("monoblock.cli.prune", "Remove the attention heads that matter least on a corpus."),
-    "quantize": ("monoblock.cli.quantize", "Quantize a model to 8 or 4 bits, and compare its perplexity."),
-    "account": ("monoblock.cli.account", "Count the parameters, FLOPs and memory of a model without building it."),
-    "draw": ("monoblock.cli.draw", "Draw the architecture of a model, with shapes and parameters, as SVG."),
-    "doctor": ("monoblock.cli.doctor", "Examine a model or a run: leaks, padding, cache, positions, training."),
-    "env": ("monoblock.cli.env", "Show installed versions, devices, and the default device and dtype."),
+    "demo": "Train a small GPT, sample from it, count its parameters and examine it.",
+    "ls": "List recipes, tasks, keys, presets, knobs, corpora, experiments and runs.",
+    "tokenizer": "Train a tokenizer, or show how one splits a text.",
+    "data": "Prepare token shards from any amount of text, or show them.",
+    "train": "Train the model that a recipe describes.",
+    "finetune": "Fine-tune a model on other data: all weights, some layers, or LoRA.",
+    "generate": "Generate text that continues a prompt.",
+    "chat": "Chat with a model that has a chat template.",
+    "translate": "Translate or transliterate lines of text.",
+    "predict": "Classify, tag, fill masks, answer questions or embed texts.",
+    "evaluate": "Compute perplexity, BLEU, accuracy, … of a model on a corpus.",
+    "backtranslate": "Make synthetic training pairs from target sentences.",
+    "compare": "Run an experiment: train variants of a model and compare them.",
+    "bench": "Measure speed and memory, and compare with other libraries.",
+    "convert": "Convert a model between monoblock, Hugging Face and GGUF, and compare the logits.",
+    "inspect": "Draw attention, logit lens, norms and positions of a model on a text.",
+    "prune": "Remove the attention heads that matter least on a corpus.",
+    "quantize": "Quantize a model to 8 or 4 bits, and compare its perplexity.",
+    "account": "Count the parameters, FLOPs and memory of a model without building it.",
+    "draw": "Draw the architecture of a model, with shapes and parameters, as SVG.",
+    "doctor": "Examine a model or a run: leaks, padding, cache, positions, training.",
+    "env": "Show installed versions, devices, and the default device and dtype.",
 }
 
 
@@ -55,8 +53,12 @@ class VerbGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
             return None
-        command: click.Command = import_module(VERBS[name][0]).command
-        return command
+        from monoblock.cli.verb import build_command, build_group
+
+        module = import_module(f"monoblock.cli.{name}")
+        if hasattr(module, "COMMANDS"):
+            return build_group(name, module.COMMANDS, VERBS[name])
+        return build_command(name, getattr(module, name.capitalize()))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -67,7 +69,7 @@ class VerbGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
-            formatter.write_dl([(verb, line) for verb, (_, line) in VERBS.items()])
+            formatter.write_dl(list(VERBS.items()))
 
 
 @click.group(

@@ -6,15 +6,14 @@ import contextlib
 import math
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import click
-
-from monoblock.cli._shared.data_options import resolve_data_folder
-from monoblock.cli._shared.output import echo, format_bytes, json_option, print_json, print_table, suggest_next
-from monoblock.errors import ConfigError, FileError
+from monoblock.cli.output import echo, format_bytes, print_table, report
+from monoblock.cli.verb import REQUIRED, argument, check_empty, json_option, option, resolve_data_folder
+from monoblock.errors import FileError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +24,64 @@ DEFAULT_TEXT = "kjv"  # a corpus that needs no download
 MAX_TOKENS = 50_000
 TOKENS_PER_BATCH = 4096
 MAX_WINDOW = 1024  # the most tokens evaluated in one window, even if the context is longer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize:
+    """Quantize the weight matrices of MODEL, and compare the perplexity."""
+
+    model: Path = argument()
+    bits: Literal["8", "4"] = option("Bits per weight.", "8")
+    group: int | None = option("Number of weights that share a scale.  [default: 64 for 8 bits, 32 for 4]")
+    table_bits: Literal["8", "4"] = option("Bits per weight of the embedding and the output matrix.", "8")
+    activation_bits: Literal["16", "8"] = option(
+        "Bits to which the inputs of a matrix are rounded; 8 is less exact, and faster for prompts on a CPU.", "16"
+    )
+    out: Path = option("Model folder to write.", REQUIRED, path="folder")
+    text: str = option("Text file or corpus to measure perplexity on.", DEFAULT_TEXT)
+    data: Path | None = option("Folder with corpora, or a text file to use as --text.", exists=True)
+    tokens: int = option("Measure on at most N tokens.", MAX_TOKENS, least=1)
+    as_json: bool = json_option()
+
+    def run(self) -> None:
+        check_empty(self.out)
+        is_file = self.data is not None and self.data.is_file()
+        text, data = (str(self.data), None) if is_file else (self.text, self.data)
+        from monoblock.interop.companions import read_companions
+        from monoblock.model import Transformer
+        from monoblock.quantization.convert import quantize
+
+        before = Transformer.from_pretrained(self.model).eval()
+        is_language_model = before.config.family == "decoder-only" and before.config.head is not None
+        tokenizer, documents = None, None
+        with contextlib.suppress(FileError):  # a tokenizer that cannot be read is copied, too
+            tokenizer = read_companions(before.loaded_from).load_tokenizer()
+        if is_language_model and tokenizer is not None:
+            documents = encode_text(tokenizer, text, resolve_data_folder(data))
+        options: dict[str, Any] = {"bits": int(self.bits), "group": self.group, "table_bits": int(self.table_bits)}
+        options["activation_bits"] = int(self.activation_bits)
+        after = quantize(before, **options, progress=_progress_callback("quantizing"))
+        group = after.config.quantize.group  # type: ignore[union-attr]
+        result: dict[str, Any] = {"folder": str(self.out), **options, "group": group}
+        result["bytes"] = {"before": state_dict_bytes(before), "after": state_dict_bytes(after)}
+        if documents is not None:
+            result |= {"text": text, **compare_perplexity(before, after, documents, self.tokens)}
+        after.save_pretrained(self.out)
+        next_command = f"generate {shlex.quote(str(self.out))}" if is_language_model else f"account {self.out}"
+        report(self.as_json, result, print_report, next_command)
+
+
+def print_report(result: dict[str, Any]) -> None:
+    size = result["bytes"]
+    smaller = f"{size['before'] / size['after']:.2f} times smaller"
+    rows: list[tuple[object, ...]] = [("weights", format_bytes(size["before"]), format_bytes(size["after"]), smaller)]
+    if "perplexity" in result:
+        before, after = (f"{result['perplexity'][name]:.4f}" for name in ("before", "after"))
+        rows.append((f"perplexity on {result['text']}", before, after, f"{100 * result['perplexity_loss']:+.3f} %"))
+    print_table(("", "before", f"{result['bits']} bits, groups of {result['group']}", "change"), rows)
+    if "perplexity" not in result:
+        echo("Perplexity was not measured, because it needs a decoder-only model with a tokenizer.", err=True)
+    echo(f"Saved {result['folder']}")
 
 
 def _progress_callback(action: str) -> Callable[..., None]:
@@ -90,85 +147,3 @@ def compare_perplexity(before: Any, after: Any, documents: list[list[int]], max_
         perplexity[name] = math.exp(min(losses[name], 700.0))
     increase = perplexity["after"] / perplexity["before"] - 1
     return {"tokens": tokens, "loss": losses, "perplexity": perplexity, "perplexity_loss": increase}
-
-
-@click.command(name="quantize", help="Quantize the weight matrices of MODEL, and compare the perplexity.")
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option("--bits", type=click.Choice(["8", "4"]), default="8", show_default=True, help="Bits per weight.")
-@click.option("--group", type=int, help="Number of weights that share a scale.  [default: 64 for 8 bits, 32 for 4]")
-@click.option(
-    "--table-bits",
-    type=click.Choice(["8", "4"]),
-    default="8",
-    show_default=True,
-    help="Bits per weight of the embedding and the output matrix.",
-)
-@click.option(
-    "--activation-bits",
-    type=click.Choice(["16", "8"]),
-    default="16",
-    show_default=True,
-    help="Bits to which the inputs of a matrix are rounded; 8 is less exact, and faster for prompts on a CPU.",
-)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Model folder to write.")
-@click.option("--text", default=DEFAULT_TEXT, show_default=True, help="Text file or corpus to measure perplexity on.")
-@click.option(
-    "--data", type=click.Path(path_type=Path, exists=True), help="Folder with corpora, or a text file to use as --text."
-)
-@click.option(
-    "--tokens", type=click.IntRange(min=1), default=MAX_TOKENS, show_default=True, help="Measure on at most N tokens."
-)
-@json_option
-def command(
-    model: Path,
-    bits: str,
-    group: int | None,
-    table_bits: str,
-    activation_bits: str,
-    out: Path,
-    text: str,
-    data: Path | None,
-    tokens: int,
-    as_json: bool,
-) -> None:
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"the folder {out} is not empty; give another folder with --out")
-    if data is not None and data.is_file():
-        text, data = str(data), None
-    from monoblock.interop.companions import read_companions
-    from monoblock.model import Transformer
-    from monoblock.quantization.convert import quantize
-
-    before = Transformer.from_pretrained(model).eval()
-    is_language_model = before.config.family == "decoder-only" and before.config.head is not None
-    tokenizer, documents = None, None
-    with contextlib.suppress(FileError):  # a tokenizer that cannot be read is copied, too
-        tokenizer = read_companions(before.loaded_from).load_tokenizer()
-    if is_language_model and tokenizer is not None:
-        documents = encode_text(tokenizer, text, resolve_data_folder(data))
-    options: dict[str, Any] = {"bits": int(bits), "group": group, "table_bits": int(table_bits)}
-    options["activation_bits"] = int(activation_bits)
-    after = quantize(before, **options, progress=_progress_callback("quantizing"))
-    result: dict[str, Any] = {"folder": str(out), **options, "group": after.config.quantize.group}  # type: ignore[union-attr]
-    result["bytes"] = {"before": state_dict_bytes(before), "after": state_dict_bytes(after)}
-    if documents is not None:
-        result |= {"text": text, **compare_perplexity(before, after, documents, tokens)}
-    after.save_pretrained(out)
-    if as_json:
-        print_json(result)
-    else:
-        print_report(result)
-    suggest_next(f"generate {shlex.quote(str(out))}" if is_language_model else f"account {out}")
-
-
-def print_report(result: dict[str, Any]) -> None:
-    size = result["bytes"]
-    smaller = f"{size['before'] / size['after']:.2f} times smaller"
-    rows: list[tuple[object, ...]] = [("weights", format_bytes(size["before"]), format_bytes(size["after"]), smaller)]
-    if "perplexity" in result:
-        before, after = (f"{result['perplexity'][name]:.4f}" for name in ("before", "after"))
-        rows.append((f"perplexity on {result['text']}", before, after, f"{100 * result['perplexity_loss']:+.3f} %"))
-    print_table(("", "before", f"{result['bits']} bits, groups of {result['group']}", "change"), rows)
-    if "perplexity" not in result:
-        echo("Perplexity was not measured, because it needs a decoder-only model with a tokenizer.", err=True)
-    echo(f"Saved {result['folder']}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import click
-
-from monoblock.cli._shared.output import echo, json_option, print_json, print_table, suggest_next
+from monoblock.cli.output import echo, print_table, report
+from monoblock.cli.verb import argument, json_option, option
 from monoblock.errors import ConfigError, FileError
 from monoblock.untrusted_files import bounded_lines, open_regular, standard_input
 
@@ -23,7 +23,77 @@ BACKGROUNDS = ("blue", "green", "magenta", "cyan")
 VISIBLE_WHITESPACE = {"\n": "↵\n", "\t": "→\t"}
 
 
-# -- reading text ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a tokenizer on DATA: text files, or - for standard input."""
+
+    data: tuple[str, ...] = argument()
+    kind: str = option("Algorithm: char, byte, word, bpe, wordpiece, unigram.", "bpe")
+    vocab: int = option("Size of the vocabulary, special tokens included.", 4096, least=1)
+    marker: str | None = option(
+        "Train BPE on characters instead of bytes, with one of two marks: @@ after every piece but the last of a "
+        "word, or ▁ before the first piece of a word."
+    )
+    specials: str = option(
+        "Special tokens: those of an objective (causal_lm, seq2seq, masked_lm, span_corruption, none), "
+        "or a list such as pad,eos.",
+        "causal_lm",
+    )
+    lowercase: bool = option("Convert all text to lower case before encoding it.", False)
+    min_frequency: int = option("Leave out tokens that are rarer than this.", 1, least=1)
+    out: str = option("Folder to write.", "runs/tokenizer")
+    force: bool = option("Write even if the folder --out exists already.", False)
+    as_json: bool = json_option()
+
+    def run(self) -> None:
+        if Path(self.out).exists() and not self.force:
+            raise ConfigError(
+                f"{self.out} already exists; give another folder with --out, or overwrite it with --force"
+            )
+        from monoblock.tokenizers.special_tokens import ROLES_BY_OBJECTIVE
+        from monoblock.tokenizers.tokenizer import Tokenizer
+
+        names = [name for name in self.specials.split(",") if name]
+        tokenizer = Tokenizer.train(
+            self.kind,
+            read_blocks(self.data),
+            self.vocab,
+            marker=self.marker,
+            specials=self.specials if self.specials in ROLES_BY_OBJECTIVE else names,
+            lowercase=self.lowercase,
+            min_frequency=self.min_frequency,
+        )
+        tokenizer.save_pretrained(self.out)
+        words = " ".join(next(read_blocks(self.data), "").split()[:3]) if "-" not in self.data else "TEXT"
+        example = shlex.quote(words[:MAX_EXAMPLE] or "TEXT")
+        summary = f"Saved {self.out}: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:12]}"
+        result = {"folder": self.out, **describe_tokenizer(tokenizer)}
+        report(self.as_json, result, lambda _: echo(summary), f"tokenizer show {shlex.quote(self.out)} {example}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """Show how the tokenizer in FOLDER splits TEXT (- reads standard input); without TEXT, describe it."""
+
+    folder: str = argument()
+    text: str | None = argument(None)
+    as_json: bool = json_option()
+
+    def run(self) -> None:
+        from monoblock.tokenizers.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.from_pretrained(self.folder)
+        description = describe_tokenizer(tokenizer)
+        if self.text is None:
+            report(self.as_json, description, _print_description, f"tokenizer show {shlex.quote(self.folder)} TEXT")
+            return
+        text = "".join(read_blocks(("-",))) if self.text == "-" else self.text
+        pieces = [{**piece._asdict(), "text": piece_text(tokenizer, piece, text)} for piece in tokenizer.pieces(text)]
+        result = description | {"pieces": pieces, "characters": len(text)}
+        report(self.as_json, result, _print_pieces, "ls presets")
+
+
+COMMANDS = {"train": Train, "show": Show}
 
 
 def read_blocks(names: tuple[str, ...]) -> Iterator[str]:
@@ -54,9 +124,6 @@ def _split_blocks(file: BinaryIO, name: str) -> Iterator[str]:
         yield b"".join(lines).decode()
 
 
-# -- printing ----------------------------------------------------------------------------------------------------------
-
-
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "kind": tokenizer.kind,
@@ -79,117 +146,23 @@ def piece_text(tokenizer: Tokenizer, piece: Piece, text: str) -> str:
         return "".join(f"<{byte:02X}>" for byte in raw)
 
 
-def _print_pieces(tokenizer: Tokenizer, text: str, pieces: list[Piece]) -> None:
-    texts = [piece_text(tokenizer, piece, text) for piece in pieces]
+def _print_description(description: dict[str, Any]) -> None:
+    echo(f"{description['kind']}, {description['vocab_size']:,} tokens, {description['fingerprint'][:12]}")
+    if specials := description["specials"]:
+        print_table(("role", "token", "id"), [(role, *token.values()) for role, token in specials.items()])
+
+
+def _print_pieces(result: dict[str, Any]) -> None:
+    pieces, count = result["pieces"], result["characters"]
     if sys.stdout.isatty():
-        for index, piece_string in enumerate(texts):
+        for index, piece in enumerate(pieces):
+            text = piece["text"]
             for character, visible in VISIBLE_WHITESPACE.items():
-                piece_string = piece_string.replace(character, visible)
-            echo(piece_string, nl=False, fg="black", bg=BACKGROUNDS[index % len(BACKGROUNDS)])
+                text = text.replace(character, visible)
+            echo(text, nl=False, fg="black", bg=BACKGROUNDS[index % len(BACKGROUNDS)])
         echo()
     else:
-        echo("|".join(texts))
-    echo(" ".join(str(piece.id) for piece in pieces))
-    rate = f", {len(text) / len(pieces):.2f} characters per piece" if pieces else ""
-    echo(f"{len(pieces):,} pieces, {len(text):,} characters{rate}")
-
-
-# -- the commands ------------------------------------------------------------------------------------------------------
-
-
-@click.group(name="tokenizer", invoke_without_command=True, no_args_is_help=False)
-@click.pass_context
-def command(ctx: click.Context) -> None:
-    """Train a tokenizer, or show how a tokenizer splits a text."""
-    if ctx.invoked_subcommand is None:
-        echo(ctx.get_help())
-
-
-@command.command(name="train", help="Train a tokenizer on DATA: text files, or - for standard input.")
-@click.argument("data", nargs=-1, required=True)
-@click.option("--kind", default="bpe", show_default=True, help="Algorithm: char, byte, word, bpe, wordpiece, unigram.")
-@click.option(
-    "--vocab",
-    type=click.IntRange(min=1),
-    default=4096,
-    show_default=True,
-    help="Size of the vocabulary, special tokens included.",
-)
-@click.option(
-    "--marker",
-    help="Train BPE on characters instead of bytes, with one of two marks: @@ after every piece but the last of a "
-    "word, or ▁ before the first piece of a word.",
-)
-@click.option(
-    "--specials",
-    default="causal_lm",
-    show_default=True,
-    help="Special tokens: those of an objective (causal_lm, seq2seq, masked_lm, span_corruption, none), "
-    "or a list such as pad,eos.",
-)
-@click.option("--lowercase", is_flag=True, help="Convert all text to lower case before encoding it.")
-@click.option(
-    "--min-frequency",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Leave out tokens that are rarer than this.",
-)
-@click.option("--out", default="runs/tokenizer", show_default=True, help="Folder to write.")
-@click.option("--force", is_flag=True, help="Write even if the folder --out exists already.")
-@json_option
-def train(data: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
-    if Path(out).exists() and not force:
-        raise ConfigError(f"{out} already exists; give another folder with --out, or overwrite it with --force")
-    from monoblock.tokenizers.special_tokens import ROLES_BY_OBJECTIVE
-    from monoblock.tokenizers.tokenizer import Tokenizer
-
-    specials = options["specials"]
-    is_objective = specials in ROLES_BY_OBJECTIVE
-    tokenizer = Tokenizer.train(
-        options["kind"],
-        read_blocks(data),
-        options["vocab"],
-        marker=options["marker"],
-        specials=specials if is_objective else [name for name in specials.split(",") if name],
-        lowercase=options["lowercase"],
-        min_frequency=options["min_frequency"],
-    )
-    tokenizer.save_pretrained(out)
-    if as_json:
-        print_json({"folder": out, **describe_tokenizer(tokenizer)})
-        return
-    echo(f"Saved {out}: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:12]}")
-    words = " ".join(next(read_blocks(data), "").split()[:3]) if "-" not in data else "TEXT"
-    suggest_next(f"tokenizer show {shlex.quote(out)} {shlex.quote(words[:MAX_EXAMPLE] or 'TEXT')}")
-
-
-@command.command(
-    name="show",
-    help="Show how the tokenizer in FOLDER splits TEXT (- reads standard input); without TEXT, describe it.",
-)
-@click.argument("folder")
-@click.argument("text", required=False)
-@json_option
-def show(folder: str, text: str | None, as_json: bool) -> None:
-    from monoblock.tokenizers.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.from_pretrained(folder)
-    text = "".join(read_blocks(("-",))) if text == "-" else text
-    pieces = tokenizer.pieces(text) if text is not None else []
-    if as_json:
-        rows = [{**piece._asdict(), "text": piece_text(tokenizer, piece, text or "")} for piece in pieces]
-        print_json(
-            describe_tokenizer(tokenizer) | ({"pieces": rows, "characters": len(text)} if text is not None else {})
-        )
-        return
-    if text is None:
-        description = describe_tokenizer(tokenizer)
-        specials = description["specials"]
-        echo(f"{description['kind']}, {description['vocab_size']:,} tokens, {description['fingerprint'][:12]}")
-        if specials:
-            print_table(("role", "token", "id"), [(role, *token.values()) for role, token in specials.items()])
-        suggest_next(f"tokenizer show {shlex.quote(folder)} TEXT")
-        return
-    _print_pieces(tokenizer, text, pieces)
-    suggest_next("ls presets")
+        echo("|".join(piece["text"] for piece in pieces))
+    echo(" ".join(str(piece["id"]) for piece in pieces))
+    rate = f", {count / len(pieces):.2f} characters per piece" if pieces else ""
+    echo(f"{len(pieces):,} pieces, {count:,} characters{rate}")

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, fields
 from math import gcd
 from typing import Any, Literal
 
-from torch import Tensor
-
 from monoblock.errors import InputError, did_you_mean
 
-LogitsProcessor = Callable[[Tensor, Tensor], Tensor]  # the call of Hugging Face's LogitsProcessor
+# The call of Hugging Face's LogitsProcessor: two tensors to one. torch is not imported, so that --help is quick.
+LogitsProcessor = Callable[[Any, Any], Any]
 
 
 class DefaultInt(int):
@@ -33,38 +32,38 @@ class Settings:
     num_beams=1 switches them off.
     """
 
-    max_new_tokens: int = 50
-    min_new_tokens: int = 0
-    temperature: float = DefaultFloat(0)  # 0: greedy decoding
-    top_k: int = 0  # 0: no limit
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
+    max_new_tokens: int = 50  # generate at most this many tokens
+    min_new_tokens: int = 0  # generate at least this many tokens
+    temperature: float = DefaultFloat(0)  # 0 always takes the most probable token; higher values are more random
+    top_k: int = 0  # sample from this many of the most probable tokens; 0: from all
+    top_p: float = 1.0  # sample from the most probable tokens whose probabilities add up to this
+    min_p: float = 0.0  # drop tokens with less than this times the probability of the most probable token
+    typical_p: float = 1.0  # locally typical sampling with this probability mass
+    repetition_penalty: float = 1.0  # values above 1 discourage repeating earlier tokens
     presence_penalty: float = 0.0  # subtracted from the logit of each token that the new text has
-    frequency_penalty: float = 0.0  # the same, for each time that it has it
+    frequency_penalty: float = 0.0  # subtracted from the logit of a token for each time that the new text has it
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # added to the logits of these tokens
-    no_repeat_ngram_size: int = 0
+    no_repeat_ngram_size: int = 0  # never repeat an n-gram of this size; 0: any may be repeated
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
     forced_bos_token_id: int | None = None  # the first new token
     forced_eos_token_id: int | None = None  # the last new token, if max_new_tokens is reached
-    num_beams: int = DefaultInt(1)
-    num_beam_groups: int = 1
-    diversity_penalty: float = 0.0
-    length_penalty: float = 1.0  # exponent of the divisor of a hypothesis' log-probability
-    length_penalty_form: Literal["length", "gnmt"] = "length"  # the divisor, see `length_divisor`
+    num_beams: int = DefaultInt(1)  # beam search with this many beams; 1: none
+    num_beam_groups: int = 1  # beam search in this many groups, which differ by the diversity penalty
+    diversity_penalty: float = 0.0  # subtracted from the score of a token for each earlier group of beams that took it
+    length_penalty: float = 1.0  # beam search: exponent of the divisor of a log-probability; more favours longer texts
+    length_penalty_form: Literal["length", "gnmt"] = "length"  # beam search divides by the length, or (5 + length) / 6
     early_stopping: bool | Literal["never"] = False
-    num_return_sequences: int = 1
+    num_return_sequences: int = 1  # number of texts to generate
     eos_token_id: tuple[int, ...] = ()
     pad_token_id: int | None = None
     stop: tuple[str, ...] = ()  # strings that end the text, and are not part of it
-    seed: int | None = None
+    seed: int | None = None  # seed of the sampling: the same seed gives the same text; prompt n has seed + n
     priority: int = 0  # requests with a higher one run first
     logprobs: int | None = None  # report the log-probability of each new token, and of this many of the best ones
     score_prompt: bool = False  # report those of the tokens of the prompt as well
-    draft: str | None = None  # "8-bit" or "4-bit": a quantized copy of the model proposes tokens
+    draft: str | None = None  # 8-bit or 4-bit: a quantized copy of the model proposes tokens; same text, faster
     # Functions from the tokens (1, T) and logits (1, V) of a row to its logits, called before the sampling filters.
     logits_processor: tuple[LogitsProcessor, ...] = field(default=(), compare=False)
 

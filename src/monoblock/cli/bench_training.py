@@ -1,23 +1,24 @@
-"""Time a training step of a GPT beside the same step in transformers and in a plain GPT of torch's own layers."""
+"""Time a training step of a GPT beside transformers and torch's own layers, and what the hardware can do at most."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monoblock.cli._bench.ceilings import synchronize
 from monoblock.config.model import ModelConfig
 from monoblock.model import Transformer
 from monoblock.training.loss import CrossEntropyLoss
 
 OURS, THEIRS, PLAIN = "monoblock", "transformers", "nanoGPT's operations"
 WARMUP_ROUNDS = 3
+CEILING_ROUNDS = 8
 
 
 class PlainBlock(nn.Module):
@@ -112,3 +113,47 @@ def time_models(models: dict[str, nn.Module], ids: Tensor, rounds: int) -> dict[
             if round_number >= warmup:
                 seconds[name].append(step_seconds)
     return seconds
+
+
+# -- what the hardware can do at most ---------------------------------------------------------------------------------
+
+
+class Ceilings(NamedTuple):
+    flops: float  # per second, of a product of two large matrices in the dtype of the model
+    bytes: float  # per second, read or copied in memory that is larger than the caches
+
+
+def measure_ceilings(device: str, dtype: torch.dtype, small: bool = False) -> Ceilings:
+    """Measure both on a device; `small` takes sizes that need no time, whose speed says nothing."""
+    is_gpu = torch.device(device).type == "cuda"
+    size = 64 if small else 8192 if is_gpu else 2048
+    flops = 2 * size**3 / best_product_seconds(size, device, dtype)
+    count = 1 << (16 if small else 30 if is_gpu else 28)  # numbers of four bytes
+    numbers = torch.ones(count, device=device)
+    copied = torch.empty_like(numbers)
+    read = 4 * count / _best_seconds(numbers.sum, device)
+    copy = 8 * count / _best_seconds(lambda: copied.copy_(numbers), device)
+    return Ceilings(flops, max(read, copy))
+
+
+def best_product_seconds(size: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """Return the seconds of the fastest of some products of two matrices (size, size)."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return _best_seconds(lambda: a @ b, device)
+
+
+def _best_seconds(work: Callable[[], Any], device: str) -> float:
+    seconds = []
+    for _ in range(CEILING_ROUNDS):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def synchronize(device: str) -> None:
+    """Wait until a GPU has finished; on a CPU there is nothing to wait for."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)

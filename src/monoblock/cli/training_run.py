@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from monoblock.cli._shared.output import echo, print_json, suggest_next
+from monoblock.cli.output import echo, print_json, suggest_next
 from monoblock.metrics.format import format_metric
 from monoblock.runs.progress import TrainingProgress, train_to_end
 from monoblock.training.interrupt import stop_on_interrupt

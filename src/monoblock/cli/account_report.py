@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from monoblock.cli._shared.output import echo, format_bytes, format_count, print_table
-from monoblock.cli._shared.plan_options import print_plan
+from monoblock.cli.output import echo, format_bytes, format_count, print_table
+from monoblock.config.parts import CheckpointMode
 
 if TYPE_CHECKING:
     from monoblock.accounting.report import Account
@@ -24,6 +25,13 @@ CHECKPOINTING_NOTE = (
     "checkpointed: training keeps the input of each block, and recomputes the rest\n"
     "selective: it also keeps the outputs of matrix products and attention"
 )
+PLAN_MODES: dict[str, tuple[CheckpointMode, str]] = {  # JSON key -> (mode of checkpointing, heading)
+    "plain": (False, "without checkpointing"),
+    "selective": ("selective", "selective checkpointing"),
+    "checkpointed": (True, "full checkpointing"),
+}
+PLAN_HEADINGS = tuple(heading for _, heading in PLAN_MODES.values())
+PLAN_ROWS = ("weights", "gradients", "optimizer", "weight_copies", "gathered_layers", "activations", "loss")
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "attention_matrices", "total")
 FLOP_TOTALS = ("forward", "forward_needed", "backward", "training", "training_checkpointed")
 
@@ -123,3 +131,65 @@ def _print_extras(report: dict[str, Any]) -> None:
         )
     if "plan" in report:
         print_plan(report)
+
+
+# -- the plan of the training ----------------------------------------------------------------------------------------
+
+
+def print_plan(report: dict[str, Any]) -> None:
+    """Print the plan as tables, and its assumptions."""
+    plan = report["plan"]
+    modes = [plan["modes"][mode] for mode in PLAN_MODES]
+    sizes = " × ".join(f"{name} {size}" for name, size in plan["parallel"].items() if size > 1)
+    first = modes[0]
+    echo(
+        f"\nPlan {plan['strategy']}: {sizes or 'one GPU'}; {first['micro_batches']} × {report['flops']['batch']} "
+        f"sequences a rank, {format_count(first['tokens_per_step'])} tokens a step"
+    )
+    rows = [
+        (name.replace("_", " "), *(format_bytes(mode["memory"][name]) for mode in modes))
+        for name in PLAN_ROWS
+        if any(mode["memory"][name] for mode in modes)
+    ]
+    rows.append(("peak", *(format_bytes(mode["memory"]["peak"]) for mode in modes)))
+    rows.append(("reached at", *(mode["memory"]["peak_at"] for mode in modes)))
+    capacity = f"fits in {plan['hardware']['memory'] / 1e9:g} GB"
+    rows.append((capacity, *("yes" if mode["fits"] else "no" for mode in modes)))
+    print_table(("memory of a rank", *PLAN_HEADINGS), rows)
+    if first["transfers"]:
+        echo()
+        print_table(("a rank sends in a step", *PLAN_HEADINGS, "over"), _transfer_rows(modes))
+    echo()
+    print_table(("time of a step", *PLAN_HEADINGS), _time_rows(modes))
+    echo("\nThe plan assumes:")
+    for line in plan["assumptions"]:
+        echo(f"- {line}")
+
+
+def _transfer_rows(modes: list[dict[str, Any]]) -> list[tuple[object, ...]]:
+    return [
+        (
+            f"{pair[0]['dimension']}: {pair[0]['operation']}",
+            *(format_bytes(transfer["bytes"]) for transfer in pair),
+            "the network" if pair[0]["between_nodes"] else "NVLink",
+        )
+        for pair in zip(*(mode["transfers"] for mode in modes), strict=True)
+    ]
+
+
+def _time_rows(modes: list[dict[str, Any]]) -> list[tuple[object, ...]]:
+    lines: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("compute", lambda mode: f"{mode['compute_seconds']:.3g} s"),
+        ("communication", lambda mode: f"{mode['transfer_seconds']:.3g} s"),
+        ("of it not overlapped", lambda mode: f"{mode['exposed_seconds']:.3g} s"),
+        ("pipeline bubble", lambda mode: f"{mode['bubble']:.1%}"),
+        ("step", lambda mode: f"{mode['step_seconds']:.3g} s"),
+        ("MFU", lambda mode: f"{mode['mfu']:.1%}"),
+        ("tokens per second", lambda mode: f"{mode['tokens_per_second']:,.0f}"),
+    ]
+    if "gpu_hours" in modes[0]:
+        lines.append(("GPU hours", lambda mode: f"{mode['gpu_hours']:,.0f}"))
+        lines.append(("days", lambda mode: f"{mode['days']:,.1f}"))
+    if "cost" in modes[0]:
+        lines.append(("cost", lambda mode: f"{mode['cost']:,.0f}"))
+    return [(name, *(value(mode) for mode in modes)) for name, value in lines]

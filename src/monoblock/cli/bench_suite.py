@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from monoblock.accounting.report import account
-from monoblock.cli._bench.ceilings import Ceilings, measure_ceilings
-from monoblock.cli._bench.decoding import measure_runners
-from monoblock.cli._bench.startup import PROGRAMS, time_startup
-from monoblock.cli._bench.training import OURS, build_models, time_models
-from monoblock.cli._bench.translation import (
+from monoblock.cli.bench_generation import DEFAULT_RUNNERS, measure_runners
+from monoblock.cli.bench_startup import PROGRAMS, time_startup
+from monoblock.cli.bench_training import OURS, Ceilings, build_models, measure_ceilings, time_models
+from monoblock.cli.bench_translation import (
     BEAMS,
     NEW,
     TRANSLATORS,
@@ -28,8 +27,7 @@ from monoblock.cli._bench.translation import (
     random_sources,
     time_translators,
 )
-from monoblock.cli._shared.bench_runners import DEFAULT_RUNNERS
-from monoblock.cli._shared.output import echo
+from monoblock.cli.output import echo
 from monoblock.config.model import ModelConfig
 from monoblock.config.presets import preset, tiny
 from monoblock.interop.gguf.writer import save_gguf

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from monoblock.cli._shared.output import dump_json, echo
+from monoblock.cli.output import dump_json, echo
 
 Line = str | tuple[str, ...]  # a line of text, or the texts in the columns of a row
 DECIMALS = 4  # of a probability: the digits that do not depend on the batch size

@@ -1,21 +1,23 @@
-"""Output shared by the verbs: the --json option, readable numbers, tables, and suggestions of a next command."""
+"""Output of the verbs: text, JSON, tables, suggestions of a next command, and the progress of a long operation."""
 
 import json
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Literal, Self, TypeVar
 
 import click
 
 from monoblock.metrics.numbers import format_bytes as format_bytes, format_count as format_count
 from monoblock.untrusted_files import show_controls
 
+T = TypeVar("T")
+
 COLUMN_GAP = 2  # characters between two columns of a table
 MIN_TEXT_WIDTH = 12  # characters: text columns are never made narrower than this
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-
+DELAY_SECONDS = 2.0  # before anything is shown
+LINE_SECONDS = 5.0  # between two plain lines
 
 JSON_CONTROLS = re.compile("[\x7f-\x9f\u2028\u2029]")  # which JSON may have as they are; it escapes the others
 
@@ -41,6 +43,15 @@ def dump_json(value: Any, indent: int | None = None) -> str:
 
 def print_json(value: Any) -> None:
     click.echo(dump_json(value, indent=2))
+
+
+def report(as_json: bool, result: T, print_text: Callable[[T], None], next_command: str) -> None:
+    """Print a result, as JSON or as text, and suggest a command to run next."""
+    if as_json:
+        print_json(result)
+    else:
+        print_text(result)
+    suggest_next(next_command)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], narrow: Collection[str] = ()) -> None:
@@ -119,3 +130,56 @@ def _format_cell(value: object) -> str:
 def suggest_next(line: str) -> None:
     """Suggest a command to run next; on stderr, because it is not part of the result."""
     echo(f"Try: monoblock {line}", err=True)
+
+
+class ProgressBar:
+    """Show how many items are finished: call the object with the number of items just done. `total` may be unknown.
+
+    done: the number of items that were finished before.
+    The unit "bytes" is shown as MB and GB, with the rate.
+    """
+
+    def __init__(self, unit: str, total: int | None = None, done: int = 0) -> None:
+        self.unit, self.total, self.done, self.first = unit, total, done, done
+        self.bar: Any = None
+        self.start_time = self.last_line_time = 0.0
+
+    def __enter__(self) -> Self:
+        self.start_time = time.monotonic()
+        self.last_line_time = self.start_time + DELAY_SECONDS - LINE_SECONDS
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def __call__(self, count: int) -> None:
+        self.done += count
+        now = time.monotonic()
+        if sys.stderr.isatty():
+            self._update_bar(now)
+        elif now - self.last_line_time >= LINE_SECONDS:
+            self.last_line_time = now
+            rate = (self.done - self.first) / max(1e-9, now - self.start_time)
+            if self.unit == "bytes":
+                total = "" if self.total is None else f" of {format_bytes(self.total)}"
+                line = f"{format_bytes(self.done)}{total}, {format_bytes(int(rate))} per second"
+            else:
+                total = "" if self.total is None else f" of {self.total:,}"
+                line = f"{self.done:,}{total} {self.unit}, {rate:,.0f} per second"
+            echo(line, err=True)
+
+    def _update_bar(self, now: float) -> None:
+        if self.bar is None and now - self.start_time >= DELAY_SECONDS:
+            from rich import progress
+            from rich.console import Console
+
+            counts: tuple[Any, ...] = (progress.MofNCompleteColumn(),)
+            if self.unit == "bytes":
+                counts = (progress.DownloadColumn(), progress.TransferSpeedColumn())
+            columns = (progress.TextColumn(self.unit), progress.BarColumn(), *counts, progress.TimeRemainingColumn())
+            self.bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+            self.bar.start()
+            self.bar.add_task("", total=self.total)
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=self.done)

@@ -1,1 +1,0 @@
-"""What `monoblock bench --all` measures; the programs in benchmarks/ use the same runners."""

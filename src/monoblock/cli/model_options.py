@@ -1,0 +1,173 @@
+"""Load a model where and how the options say: shared by every verb that runs a model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from monoblock.cli.output import echo
+from monoblock.cli.verb import option
+from monoblock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from monoblock.parallel.world import World
+    from monoblock.runs.pipeline import Pipeline
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def device_option() -> Any:
+    return option("cpu, cuda, cuda:1, …  [default: cuda if available, else cpu]")
+
+
+def dtype_option() -> Any:
+    return option("Weights in fp32, bf16 or fp16.  [default: bf16 on a GPU that supports it, else fp32]")
+
+
+def force_option() -> Any:
+    return option("Load the tokenizer of a published model even if it seems to belong to another one.", False)
+
+
+def ensemble_option() -> Any:
+    return option(
+        "A further model with the same tokenizer; the log-probabilities of all are averaged. May be repeated.",
+        (),
+        metavar="MODEL",
+    )
+
+
+def nproc_option() -> Any:
+    about = "Number of processes on this machine that share the weights of the model, each a part."
+    return option(about, 1, least=1)
+
+
+def interpolate_option() -> Any:
+    return option(
+        "Vision models: read images of this width and height, by interpolating the position embeddings.",
+        least=1,
+        metavar="PIXELS",
+    )
+
+
+class DefaultChoice(NamedTuple):
+    value: str
+    why: str
+
+
+def choose_device() -> DefaultChoice:
+    """Return the default device and the reason for it."""
+    import torch
+
+    if torch.cuda.is_available():
+        return DefaultChoice("cuda", f"a CUDA device is available: {torch.cuda.get_device_name()}")
+    if torch.backends.mps.is_available():
+        return DefaultChoice("mps", "an Apple GPU is available, and no CUDA device")
+    if torch.version.cuda is None:
+        return DefaultChoice("cpu", "this build of torch has no CUDA support")
+    return DefaultChoice("cpu", "torch was built with CUDA but finds no device")
+
+
+def choose_dtype(device: str) -> DefaultChoice:
+    """Return the default dtype on a device and the reason for it."""
+    import torch
+
+    if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return DefaultChoice(
+            "bfloat16", "this GPU supports it; it needs half the memory of float32, and no loss scaling as float16 does"
+        )
+    if device == "cuda":
+        return DefaultChoice("float32", "this GPU does not support bfloat16, and float16 would need loss scaling")
+    return DefaultChoice("float32", f"lower precision is rarely faster on {device}, and float32 is more accurate")
+
+
+def resolve_device(device: str | None, dtype: str | None) -> tuple[str, Any]:
+    """Return the given device and torch dtype, or the defaults for None; the device "mps" is replaced by "cpu"."""
+    import torch
+
+    from monoblock.training.runtime import check_device
+
+    device = device or choose_device().value
+    device = "cpu" if device == "mps" else device
+    check_device(device, "--device ", "cpu or cuda")
+    name = dtype or choose_dtype(device.partition(":")[0]).value
+    if name not in {*DTYPES, *DTYPES.values()}:
+        raise ConfigError(f"--dtype {name} is not a dtype for weights; write one of {', '.join(DTYPES)}")
+    return device, getattr(torch, DTYPES.get(name, name))
+
+
+def load_pipeline(
+    model: str,
+    device: str | None,
+    dtype: str | None,
+    *,
+    force: bool = False,
+    ensemble: Sequence[str] = (),
+    world: World | None = None,
+) -> Pipeline:
+    """Load a model folder as a Pipeline; print a warning if fields of generation_config.json are ignored.
+
+    world: the processes that share the model.
+    """
+    from monoblock.runs.load import load
+
+    device, torch_dtype = resolve_device(device, dtype)
+    others = [Path(other) for other in ensemble]
+    pipe = load(Path(model), device=device, dtype=torch_dtype, force=force, ensemble=others, world=world)
+    if pipe.defaults.ignored_fields:
+        fields = ", ".join(pipe.defaults.ignored_fields)
+        echo(f"warning: these fields of generation_config.json are not supported and ignored: {fields}", err=True)
+    return pipe
+
+
+def set_image_size(pipe: Pipeline, pixels: int | None) -> Pipeline:
+    """Return the pipeline with position embeddings interpolated for images of `pixels` × `pixels`; None: unchanged."""
+    if pixels is None:
+        return pipe
+    from monoblock.nn.inputs.interpolate import interpolate
+
+    model: Any = interpolate(pipe.model, pixels)  # type: ignore[type-var]  # which refuses an LSTM
+    return replace(pipe, loaded=replace(pipe.loaded, model=model))
+
+
+@contextmanager
+def join_processes(nproc: int, device: str | None) -> Iterator[World | None]:
+    """Run the `with` block in every process that shares the model; yield None if there is only this one.
+
+    Without torchrun, --nproc starts the command again in that many processes, and exits with their code. Only the main
+    process prints, and an error is printed once.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        if nproc > 1:
+            from monoblock.parallel.launch import launch
+
+            context = click.get_current_context()
+            context.exit(launch(_words(context), nproc, device or "auto"))
+        yield None
+        return
+    if nproc not in (1, int(os.environ["WORLD_SIZE"])):
+        raise ConfigError(f"torchrun has started {os.environ['WORLD_SIZE']} processes; leave out --nproc {nproc}")
+    from monoblock.parallel import inference
+    from monoblock.parallel.world import defer_worker_errors
+
+    with defer_worker_errors(os.environ):
+        world = inference.join_processes(device or "auto")
+        with ExitStack() as stack:
+            if not world.is_main:
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(redirect_stdout(nowhere))
+                stack.enter_context(redirect_stderr(nowhere))
+            yield world
+        world.shut_down()
+
+
+def _words(context: click.Context) -> list[str]:
+    """Return the arguments that monoblock was started with."""
+    known = context.obj or {}
+    return ["--debug"] * bool(known.get("debug")) + list(known.get("words", sys.argv[1:]))

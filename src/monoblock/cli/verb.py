@@ -1,0 +1,206 @@
+"""Declare the arguments and options of a verb once, as the fields of a dataclass, and build its click command.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Prune:
+        '''The help.'''
+
+        model: str = argument()
+        remove: int | None = option("Remove N heads.", least=1)
+        as_json: bool = json_option()
+
+        def run(self) -> int | None: ...  # the exit code; None: 0
+
+A bool is a flag, a Literal a choice, a tuple an option that may be repeated or an argument of several words. A dict is
+a group of options (`option_group`) and has the values of those that are given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
+
+import click
+
+from monoblock.cli.output import echo
+from monoblock.config.schema import union_members
+from monoblock.errors import ConfigError
+
+
+class Verb(Protocol):
+    def run(self) -> int | None:
+        """Run the verb, and return the exit code; None is 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """What the type and the default of a field do not say about an option or, if `help` is None, an argument."""
+
+    help: str | None = None
+    flags: tuple[str, ...] = ()  # by default "--" and the name of the field
+    metavar: str | None = None
+    least: float | None = None
+    most: float | None = None
+    is_open: tuple[bool, bool] = (False, False)  # whether `least` and `most` are themselves not allowed
+    choices: tuple[str, ...] = ()
+    path: Literal["any", "file", "folder"] = "any"
+    exists: bool = False  # the path must
+    kind: click.ParamType | None = None  # by default that of the annotation
+
+
+REQUIRED = MISSING  # the default of an argument or option that must be given
+
+
+def argument(default: Any = REQUIRED, **details: Any) -> Any:
+    """Declare an argument, which is required unless it has a default."""
+    return field(default=default, metadata={"option": Option(**details)})
+
+
+def option(help: str, default: Any = None, **details: Any) -> Any:
+    """Declare an option; `details` are the fields of Option."""
+    return field(default=default, metadata={"option": Option(help=help, **details)})
+
+
+def option_group(options: Mapping[str, tuple[Any, Option]]) -> Any:
+    """Declare options by name, each with its type."""
+    return field(default_factory=dict, metadata={"group": options})
+
+
+class NumberRange(click.FloatRange):
+    """A number in a range, which `nan` and `inf` are not; click.FloatRange accepts nan in any range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a number; write one such as 0.5", param, ctx)
+        return float(number)
+
+
+class Count(click.ParamType):
+    """A positive whole number, also written like 2e12."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            number = int(value) if str(value).isdecimal() else float(value)
+        except ValueError:
+            number = 0
+        if number < 1 or number != number or number == float("inf") or number != int(number):
+            self.fail(f"{value!r} is not a whole number of 1 or more; write one, as in 2e12", param, ctx)
+        return int(number)
+
+
+def build_command(name: str, verb: type[Verb]) -> click.Command:
+    """Build the command that makes an object of the dataclass from the words of the command line, and runs it."""
+    groups = {item.name: item.metadata["group"] for item in _fields(verb) if "group" in item.metadata}
+
+    def callback(**values: Any) -> int | None:
+        for group, options in groups.items():
+            given = {name: values.pop(name) for name in options}
+            values[group] = {name: value for name, value in given.items() if value is not None}
+        return verb(**values).run()
+
+    return click.Command(name, params=list(_build_parameters(verb)), callback=callback, help=inspect.getdoc(verb))
+
+
+def build_group(name: str, verbs: Mapping[str, type[Verb]], about: str) -> click.Group:
+    """Build a command with commands of its own."""
+
+    @click.pass_context
+    def callback(context: click.Context) -> None:
+        if context.invoked_subcommand is None:
+            echo(context.get_help())
+
+    commands = {inner: build_command(inner, verb) for inner, verb in verbs.items()}
+    return click.Group(
+        name, commands, callback=callback, help=about, invoke_without_command=True, no_args_is_help=False
+    )
+
+
+def _fields(verb: type[Verb]) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(verb)  # type: ignore[arg-type]
+
+
+def _build_parameters(verb: type[Verb]) -> Iterator[click.Parameter]:
+    hints = get_type_hints(verb)
+    for item in _fields(verb):
+        if "group" in item.metadata:
+            for name, (hint, about) in item.metadata["group"].items():
+                yield _build_option(name, hint, None, about)
+        elif item.metadata["option"].help is None:
+            yield _build_argument(item, hints[item.name])
+        else:
+            yield _build_option(item.name, hints[item.name], item.default, item.metadata["option"])
+
+
+def _build_argument(item: dataclasses.Field[Any], hint: Any) -> click.Argument:
+    about: Option = item.metadata["option"]
+    is_required = item.default is REQUIRED
+    nargs = -1 if get_origin(hint) is tuple else 1
+    return click.Argument(
+        [item.name], required=is_required, nargs=nargs, metavar=about.metavar, type=_build_type(hint, about)
+    )
+
+
+def _build_option(name: str, hint: Any, default: Any, about: Option) -> click.Option:
+    flags = about.flags or (f"--{name.replace('_', '-')}",)
+    details: dict[str, Any] = {"help": about.help, "required": default is REQUIRED}
+    if hint is bool:
+        return click.Option([*flags, name], is_flag=True, **details)
+    is_repeated = get_origin(hint) is tuple
+    if default is not REQUIRED and not is_repeated:
+        details |= {"default": default, "show_default": default not in (None, "")}
+    return click.Option(
+        [*flags, name], type=_build_type(hint, about), multiple=is_repeated, metavar=about.metavar, **details
+    )
+
+
+def _build_type(hint: Any, about: Option) -> click.ParamType | type:
+    """Return the click type of an annotation."""
+    (kind,) = (member for member in union_members(hint) if member is not NoneType)
+    if get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+    if about.kind is not None:
+        return about.kind
+    if about.choices or get_origin(kind) is Literal:
+        return click.Choice(about.choices or get_args(kind))
+    limits: dict[str, Any] = {"min": about.least, "max": about.most}
+    limits |= dict(zip(("min_open", "max_open"), about.is_open, strict=True))
+    if kind is Path:
+        is_file, is_folder = about.path != "folder", about.path != "file"
+        return click.Path(path_type=Path, exists=about.exists, file_okay=is_file, dir_okay=is_folder)
+    if about.least is None and about.most is None:
+        return kind
+    return click.IntRange(**limits) if kind is int else NumberRange(**limits)
+
+
+# -- options of several verbs ------------------------------------------------------------------------------------------
+
+
+def json_option(about: str = "Print one JSON object instead of text.") -> Any:
+    return option(about, False, flags=("--json",))
+
+
+def data_folder_option() -> Any:
+    return option(
+        "Folder that contains the corpora.  [default: $MONOBLOCK_DATA]", flags=("--data",), path="folder", exists=True
+    )
+
+
+def resolve_data_folder(folder: Path | None) -> Path | None:
+    """Return the folder given by --data, or else the one in $MONOBLOCK_DATA."""
+    default = os.environ.get("MONOBLOCK_DATA")
+    return folder if folder is not None else Path(default) if default else None
+
+
+def check_empty(folder: Path) -> None:
+    """Raise ConfigError if the folder given by --out has files already."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"the folder {folder} is not empty; give another folder with --out")
