@@ -9,11 +9,17 @@ import torch
 import torch.nn.functional as F
 from support import random_pixels, random_tokens
 
-from monoblock.accounting.activations import block_activations, kept_activations
+from monoblock.accounting.activations import (
+    BANDED_FROM,
+    FLEX_FROM,
+    TILE,
+    block_activations,
+    is_sparse,
+    kept_activations,
+)
 from monoblock.accounting.flops import BatchShape
 from monoblock.accounting.memory import activation_bytes, attention_matrix_bytes, stored_bytes
 from monoblock.accounting.report import account
-from monoblock.accounting.saved_activations import BANDED_FROM, FLEX_FROM, TILE, is_sparse
 from monoblock.config.families import bert, gpt, llama, t5, vaswani
 from monoblock.config.knobs import rebuild, vary
 from monoblock.config.model import (
@@ -29,12 +35,10 @@ from monoblock.config.model import (
 from monoblock.config.presets import PRESETS, preset, tiny
 from monoblock.errors import ConfigError
 from monoblock.model import Transformer
-from monoblock.nn import attention, flex
+from monoblock.nn import attention, sparse_attention
 from monoblock.nn.attention import AttentionContext
-from monoblock.nn.banded import attend_banded, tile_plan
 from monoblock.nn.feedforward import ACTIVATIONS
-from monoblock.nn.masks import mask_from_config
-from monoblock.nn.token_positions import arange_positions
+from monoblock.nn.masks import arange_positions, mask_from_config
 
 SMALL = {"vocab": 53, "width": 30, "depth": 2, "heads": 3, "context": 29}
 
@@ -429,7 +433,7 @@ def test_attention_without_a_kernel_is_never_fused(config):
 
 def test_long_texts_with_a_window_use_flexattention_which_saves_no_mask():
     costs = account(vary(GPT, window=5, context=1024))
-    assert FLEX_FROM == flex.FLEX_MIN_QUERIES
+    assert FLEX_FROM == sparse_attention.FLEX_MIN_QUERIES
     assert costs.training_bytes(2, FLEX_FROM - 1).attention_matrices == 2 * 2 * (FLEX_FROM - 1) ** 2
     assert costs.training_bytes(2, FLEX_FROM).attention_matrices == 0
 
@@ -520,8 +524,8 @@ def test_banded_attention_is_accounted_where_it_runs(options, length):
     config, tokens = AttentionConfig(heads=1, **options), arange_positions(length)
     mask, q = mask_from_config(config).resolve(tokens, tokens), torch.zeros(1)
     is_used = attention.BANDED.supports(q, q, q, AttentionContext(mask), attention.PLAIN)
-    assert is_sparse(config, length) == (is_used and tile_plan.plan_tiles(mask) is not None)
-    assert (attend_banded.BANDED_MIN_QUERIES, tile_plan.TILE_SIZES[0]) == (BANDED_FROM, TILE)
+    assert is_sparse(config, length) == (is_used and sparse_attention.plan_tiles(mask) is not None)
+    assert (sparse_attention.BANDED_MIN_QUERIES, sparse_attention.TILE_SIZES[0]) == (BANDED_FROM, TILE)
 
 
 # -- the cache -------------------------------------------------------------------------------------------------------

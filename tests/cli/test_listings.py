@@ -11,12 +11,10 @@ from generated_pages import CLASSES, PAGES, find_stale_pages, main
 
 from monoblock.cli import output
 from monoblock.cli.main import VERBS, run
-from monoblock.config import inputs, model, parts, positions
+from monoblock.config import model, parts
 from monoblock.config.families import bart, llama, vit
 from monoblock.config.field_description import REQUIRED, describe_fields, field_comments
-from monoblock.config.knob_options import KNOB_PAPERS
-from monoblock.config.knob_table import list_knobs, read_knob
-from monoblock.config.knobs import KNOBS
+from monoblock.config.knobs import KNOB_PAPERS, KNOBS, list_knobs, read_knob
 from monoblock.experiments.names import EXPERIMENTS
 from monoblock.recipes.key_table import list_sections
 from monoblock.recipes.parse import SECTIONS, list_recipes
@@ -76,7 +74,7 @@ def test_every_field_of_a_configuration_has_a_meaning():
 def test_the_page_lists_every_configuration_class():
     defined = {
         cls
-        for module in (model, inputs, parts, positions)
+        for module in (model, parts)
         for cls in vars(module).values()
         if isinstance(cls, type) and dataclasses.is_dataclass(cls)
     }

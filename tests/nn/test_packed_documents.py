@@ -16,12 +16,10 @@ from monoblock.config.families import bert, vaswani
 from monoblock.config.knobs import vary
 from monoblock.errors import InputError
 from monoblock.model import Transformer
-from monoblock.nn import attention, flex
+from monoblock.nn import attention, packed_documents, sparse_attention
 from monoblock.nn.attention import attend
-from monoblock.nn.masks import everything
-from monoblock.nn.packed import attend_packed
-from monoblock.nn.packed.documents import DocumentRows, PackedDocuments
-from monoblock.nn.token_positions import TokenPositions, arange_positions
+from monoblock.nn.masks import TokenPositions, arange_positions, everything
+from monoblock.nn.packed_documents import DocumentRows, PackedDocuments
 
 SOURCE_LENGTHS, TARGET_LENGTHS = [5, 1, 9, 3, 7], [2, 6, 4, 8, 1]
 ROTARY = "rotary encoder-decoder"
@@ -199,7 +197,7 @@ def kernel_calls(request, monkeypatch):
         return request.param(*args, **options)
 
     names = frozenset(inspect.signature(request.param).parameters)
-    monkeypatch.setattr(attend_packed, "_KERNEL", (kernel, names))
+    monkeypatch.setattr(packed_documents, "_KERNEL", (kernel, names))
     monkeypatch.setattr(attention, "supports_varlen", lambda q, v, dtype: q.shape[-1] == v.shape[-1])
     return calls
 
@@ -232,7 +230,7 @@ def _(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False):
 def test_with_the_kernel_a_model_compiles_to_one_graph(kernel_calls, monkeypatch):
     """It did not with torch 2.11, which cannot trace bool(tuple)."""
     model = model_of("vaswani-base", torch.float32)
-    monkeypatch.setattr(attend_packed, "_KERNEL", (opaque_kernel, frozenset({"is_causal"})))
+    monkeypatch.setattr(packed_documents, "_KERNEL", (opaque_kernel, frozenset({"is_causal"})))
     expected = run_packed(model, as_tensor=False)
     monkeypatch.setattr(model, "forward", torch.compile(model.forward, backend="eager", fullgraph=True))
     assert_near(run_packed(model, as_tensor=False), expected)
@@ -283,8 +281,8 @@ def test_a_block_mask_has_the_padding_of_every_row(monkeypatch):
     """The positions are the same in all rows, the padding is not."""
     q = arange_positions(128)
     k = TokenPositions(q.positions, valid=torch.arange(128) < torch.tensor([[128], [1]]))
-    monkeypatch.setattr(flex, "compile_once", lambda function: function)
-    assert flex.build_block_mask(everything.resolve(q, k)).shape[0] == 2
+    monkeypatch.setattr(sparse_attention, "compile_once", lambda function: function)
+    assert sparse_attention.build_block_mask(everything.resolve(q, k)).shape[0] == 2
 
 
 def test_arguments_that_do_not_fit_are_refused():

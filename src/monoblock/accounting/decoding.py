@@ -31,9 +31,14 @@ from monoblock.accounting.flops import (
     resolve_batch_shape,
     stack_flops,
 )
-from monoblock.accounting.memory import kv_elements_per_position, linear_state_elements, stored_bytes
+from monoblock.accounting.memory import (
+    block_bytes,
+    head_bytes,
+    kv_elements_per_position,
+    linear_state_elements,
+    stored_bytes,
+)
 from monoblock.accounting.parameters import attention_linears, block_matrix_weights, count_blocks, head_linears
-from monoblock.accounting.quantization import block_bytes, head_bytes
 from monoblock.config.model import BlockConfig, ModelConfig, RecurrentConfig
 from monoblock.errors import InputError
 

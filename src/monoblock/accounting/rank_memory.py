@@ -51,6 +51,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from monoblock.accounting.activations import (
+    SavedActivations,
     block_activations,
     block_mode,
     head_activations,
@@ -62,7 +63,6 @@ from monoblock.accounting.fused_loss import fuses_loss, output_linear, pad_class
 from monoblock.accounting.memory import activation_bytes, optimizer_states
 from monoblock.accounting.parallel import ParallelPlan, narrow_block, narrow_model, rank_block_parameters, split_stages
 from monoblock.accounting.parameters import count_norms
-from monoblock.accounting.saved_activations import SavedActivations
 from monoblock.config.model import BlockConfig, ModelConfig, NormConfig
 from monoblock.config.parts import CheckpointMode
 

@@ -9,10 +9,16 @@ from types import MappingProxyType
 from monoblock.accounting.decoding import DecodingCost, decoding_cost
 from monoblock.accounting.flops import Flops, flops, gpu_hours, resolve_batch_shape, rule_of_six
 from monoblock.accounting.lstm import recurrent_parameters
-from monoblock.accounting.memory import TRAINING_DTYPES, TrainingBytes, kv_cache_bytes, stored_bytes, training_bytes
+from monoblock.accounting.memory import (
+    TRAINING_DTYPES,
+    TrainingBytes,
+    kv_cache_bytes,
+    stored_bytes,
+    training_bytes,
+    weight_bytes,
+)
 from monoblock.accounting.parallel import plan_ranks
 from monoblock.accounting.parameters import count_parameters
-from monoblock.accounting.quantization import weight_bytes
 from monoblock.accounting.training_plan import DEFAULT_HARDWARE, Hardware, TrainingPlan, plan_training
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.parts import CheckpointMode

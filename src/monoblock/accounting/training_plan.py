@@ -1,6 +1,23 @@
 """Plan a training run on many GPUs: memory, communication and time of a step on each rank, GPU hours and money.
 
-The model of a step, with m micro-batches and p pipeline stages:
+With n ranks in a group, and rings, which send every element as seldom as possible, a rank sends
+
+    all-reduce              2 (n-1)/n of the tensor
+    all-gather              (n-1)/n of the gathered tensor
+    reduce-scatter          (n-1)/n of the tensor before it is scattered
+    point to point          the tensor
+
+    ddp       an all-reduce of the fp32 gradients, once a step
+    fsdp      an all-gather of the 16-bit weights in the forward and again in the backward pass, and a reduce-scatter of
+              the fp32 gradients, for every micro-batch
+    tp        in every block an all-reduce of the 16-bit hidden states after attention (and cross-attention) and after
+              the feed-forward network, and of their gradients in the backward pass; checkpointing repeats those of the
+              forward pass, also if it is selective, because it keeps the parts of a sum but not the sum; one of the
+              embedding in the forward pass, one of the head in the backward pass.  The last all-reduce of a block is
+              always counted as repeated, but without dropout or a norm after it torch stops the recomputation before it
+    pp        for every micro-batch the hidden states to the next stage, and their gradients to the stage before
+
+The time of a step, with m micro-batches and p pipeline stages:
 
     compute      the FLOPs of the forward and backward pass on a rank, with checkpointing also those of the recomputed
                  blocks, at the peak speed times `utilization`; selective checkpointing recomputes almost no matrix
@@ -18,15 +35,82 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from monoblock.accounting.activations import block_mode, recomputes_attention
-from monoblock.accounting.communication import Transfer, step_transfers
-from monoblock.accounting.flops import Flops, block_flops, flops
+from monoblock.accounting.flops import BatchShape, Flops, block_flops, flops
 from monoblock.accounting.fused_loss import fuses_loss
-from monoblock.accounting.parallel import GPUS_PER_NODE, ParallelPlan
+from monoblock.accounting.parallel import GPUS_PER_NODE, ParallelPlan, split_stages
 from monoblock.accounting.parameters import count_blocks
 from monoblock.accounting.rank_memory import RankMemory, rank_memory
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import CheckpointMode
 from monoblock.errors import InputError
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a rank sends along one dimension of the plan in a step."""
+
+    dimension: str
+    operation: str
+    bytes: int
+    between_nodes: bool
+    overlaps: bool  # whether it happens while the rank computes
+
+    def seconds(self, intra_bandwidth: float, inter_bandwidth: float) -> float:
+        """Return the time at a bandwidth in bytes per second of one GPU, within a node and between nodes."""
+        return self.bytes / (inter_bandwidth if self.between_nodes else intra_bandwidth)
+
+
+def all_reduce_bytes(size: int, ranks: int) -> int:
+    return 2 * size * (ranks - 1) // ranks
+
+
+def all_gather_bytes(size: int, ranks: int) -> int:
+    """Return the bytes that a rank sends in an all-gather or a reduce-scatter of `size` bytes."""
+    return size * (ranks - 1) // ranks
+
+
+def step_transfers(
+    config: ModelConfig,
+    shape: BatchShape,
+    plan: ParallelPlan,
+    *,
+    checkpointing: CheckpointMode = False,
+    micro_batches: int = 1,
+    gpus_per_node: int,
+) -> list[Transfer]:
+    """Return what a rank of the largest pipeline stage sends in a step of `micro_batches` passes."""
+    parameters = max(stage.parameters.total for stage in split_stages(config, plan))
+    hidden = shape.batch * shape.target * config.width
+    gathers = 2 * all_gather_bytes(2 * parameters, plan.shard) + all_gather_bytes(4 * parameters, plan.shard)
+    sent = {  # dimension -> the operation, its bytes, and whether it overlaps with the computation
+        "data": ("all-reduce of gradients", all_reduce_bytes(4 * parameters, plan.data), True),
+        "shard": ("all-gather of weights, reduce-scatter of gradients", micro_batches * gathers, True),
+        "tensor": (
+            "all-reduce of hidden states",
+            micro_batches * _tensor_bytes(config, shape, plan, checkpointing),
+            False,
+        ),
+        "pipeline": (
+            "hidden states to the next stage, gradients back",
+            micro_batches * 2 * plan.stream_bytes * hidden,
+            False,
+        ),
+    }
+    return [
+        Transfer(dimension, operation, size, plan.crosses_nodes(dimension, gpus_per_node), overlaps)
+        for dimension, (operation, size, overlaps) in sent.items()
+        if getattr(plan, dimension) > 1
+    ]
+
+
+def _tensor_bytes(config: ModelConfig, shape: BatchShape, plan: ParallelPlan, checkpointing: CheckpointMode) -> int:
+    """Return the bytes of the all-reduces of a pass: of each sublayer two or three, and two of embedding and head."""
+    passes, rows = 3 if checkpointing else 2, 2 * shape.target
+    for name, stack in config.stacks.items():
+        length = shape.length(name)
+        rows += passes * length * sum(len(block.sublayers) for block in stack.layers())
+    return -(-all_reduce_bytes(2 * shape.batch * rows * config.width, plan.tensor) // plan.pipeline)
+
 
 INTRA_BANDWIDTH = 450e9  # bytes per second that a GPU sends over NVLink 4 (H100, H200)
 INTER_BANDWIDTH = 50e9  # bytes per second for each GPU over a 400 Gbit/s network

@@ -9,8 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, Unpack
 
-from monoblock.config.knob_options import EncoderHead, HeadSizeKnobs, SizeKnobs, StyleKnobs
-from monoblock.config.knobs import build_encoder_head, vary
+from monoblock.config.knobs import (
+    EncoderHead,
+    HeadSizeKnobs,
+    SizeKnobs,
+    StyleKnobs,
+    build_encoder_head,
+    check_positive_int,
+    resize_pattern,
+    vary,
+)
 from monoblock.config.model import (
     AttentionConfig,
     BlockConfig,
@@ -28,7 +36,6 @@ from monoblock.config.model import (
     Sinusoid,
     StackConfig,
 )
-from monoblock.config.resize import check_positive_int, resize_pattern
 
 LAYER_NORM = NormConfig()
 RMS_NORM = NormConfig(kind="rms", affine="scale", eps=1e-6)

@@ -9,11 +9,12 @@ command line use these names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any, TypeVar, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
-from monoblock.config.knob_options import Knobs
+from monoblock.config.field_description import REQUIRED, allows_none, describe_fields, list_choices
 from monoblock.config.model import (
     Alibi,
     AttentionConfig,
@@ -28,13 +29,182 @@ from monoblock.config.model import (
     ModelConfig,
     NormConfig,
     PatchConfig,
+    Repeat,
     Rotary,
     Sinusoid,
     StackConfig,
 )
-from monoblock.config.parts import HEADS_WITH_CLASSES
-from monoblock.config.resize import check_positive_int, resize_pattern
+from monoblock.config.parts import HEADS_WITH_CLASSES, MAX_LAYERS, Activation, Scaling
+from monoblock.config.schema import shorten_int
 from monoblock.errors import ConfigError, did_you_mean, with_article
+
+EncoderHead = Literal["pooled", "masked_lm", "classifier", "regression", "tagger", "spans", "none"]
+
+
+class StyleKnobs(TypedDict, total=False):
+    """The knobs that are not a named parameter of any family constructor."""
+
+    segments: int  # number of token types that are embedded; 0: none
+    embedding_scale: float | Literal["sqrt_width"]  # factor on the token embedding; sqrt_width with sinusoid positions
+    embedding_norm: bool  # normalize the embedding
+    class_token: bool  # put a learned token before the image patches
+    attention: Literal["softmax", "linear"]  # weights by a softmax of scores, or by products of features (linear time)
+    kv_heads: int | None  # number of key/value heads, which query heads share; None: one per query head
+    value_dim: int | None  # size of a value head; None: head_dim
+    scale: float | None  # factor on the attention scores; None: 1 / sqrt(head_dim); 1: not scaled
+    softcap: float | None  # attention scores become cap * tanh(score / cap); None: no cap
+    mask: Literal["causal", "prefix", "full"]  # a token sees earlier tokens, also the whole prefix, or all tokens
+    window: int | None  # a token sees only keys closer than this; None: all that the mask allows
+    global_tokens: bool  # tokens that flags mark, by default the first, see and are seen beyond the window
+    random_blocks: int  # number of random earlier blocks that each block of positions sees beyond the window
+    block_size: int  # number of positions in a random block
+    qk_norm: bool  # normalize queries and keys
+    positions: Literal["none", "sinusoid", "learned", "rotary", "alibi", "buckets"]  # how positions are encoded
+    rotary_base: float  # base of the rotary wavelengths
+    rotary_dim: int | None  # number of features of a head that are rotated; None: all
+    scaling: Scaling | None  # scaling of rotary frequencies for longer contexts; None: not scaled
+    activation: Activation  # nonlinearity of the feed-forward network
+    gated: bool  # multiply the activation by a second projection (GLU, SwiGLU, GeGLU)
+    experts: int  # number of experts in each feed-forward network; without this knob there are none
+    top_k: int  # number of experts for each token
+    norm: Literal["layer", "rms", "batch", "none"]  # LayerNorm, RMSNorm, BatchNorm over rows and positions, or no norm
+    eps: float  # added to the variance or mean square in a norm
+    norm_place: Literal["pre", "post", "output", "sandwich"]  # where a sublayer is normalized
+    residual: Literal["sequential", "parallel", "parallel_shared", "none"]  # how sublayers are added; none: not
+    bias: bool  # biases in attention and feed-forward projections
+    dropout: float  # dropout probability everywhere except in the head
+    attention_dropout: float  # dropout probability of the attention weights; overrides dropout
+    embedding_dropout: float  # dropout probability of the embedding; overrides dropout
+    word_dropout: float  # probability that the whole embedding of a token is set to zero
+    head_dropout: float  # dropout probability in the head
+    pooling: Literal["first", "last", "mean"]  # which hidden state represents the sequence
+    pooler: Literal["none", "tanh", "relu", "gelu"]  # activation of a linear layer after pooling
+    tie: Literal["none", "output", "source_target", "three_way"]  # which embeddings and output share a matrix
+    init: Literal["normal", "xavier", "t5", "small"]  # how the weights are initialized
+    std: float  # standard deviation of the initialization
+
+
+class HeadSizeKnobs(StyleKnobs, total=False):
+    """The knobs of a family whose constructor has `hidden`, but not `head_dim`."""
+
+    head_dim: int | None  # size of a query and key head; None: width / heads
+
+
+class SizeKnobs(HeadSizeKnobs, total=False):
+    """The knobs of a family whose constructor has neither `hidden` nor `head_dim`."""
+
+    hidden: int  # hidden size of the feed-forward network; 0: no feed-forward network
+
+
+class Knobs(SizeKnobs, total=False):
+    """All knobs."""
+
+    vocab: int  # size of the vocabulary
+    context: int | None  # length of the longest sequence; a limit for learned positions
+    image: int  # height and width of an image in pixels
+    patch: int  # height and width of a patch in pixels
+    channels: int  # number of colour channels of an image
+    width: int  # size of the hidden states; hidden is scaled with it, unless it is given too
+    depth: int  # number of blocks, in the encoder and in the decoder
+    heads: int  # number of query heads
+    head: EncoderHead  # the head of an encoder; a decoder can have classifier, regression and none
+    classes: int  # number of outputs of a classifier, tagger or regression head
+
+
+NO_PAPER = "—"
+
+# The paper that each knob comes from. If papers differ by value, each begins with the value.
+KNOB_PAPERS: dict[str, str] = {
+    "vocab": NO_PAPER,
+    "context": NO_PAPER,
+    "segments": "Devlin et al. 2019",
+    "embedding_scale": "Vaswani et al. 2017",
+    "embedding_norm": "Le Scao et al. 2022",
+    "image": "Dosovitskiy et al. 2021",
+    "patch": "Dosovitskiy et al. 2021",
+    "channels": "Dosovitskiy et al. 2021",
+    "class_token": "Dosovitskiy et al. 2021",
+    "width": "Vaswani et al. 2017",
+    "depth": "Vaswani et al. 2017",
+    "heads": "Vaswani et al. 2017",
+    "attention": "softmax: Vaswani et al. 2017; linear: Katharopoulos et al. 2020",
+    "kv_heads": "1: Shazeer 2019; more: Ainslie et al. 2023",
+    "head_dim": "Vaswani et al. 2017",
+    "value_dim": "Vaswani et al. 2017",
+    "scale": "Vaswani et al. 2017",
+    "softcap": "Gemma Team 2024",
+    "mask": "causal, full: Vaswani et al. 2017; prefix: Raffel et al. 2020",
+    "window": "Beltagy et al. 2020",
+    "global_tokens": "Beltagy et al. 2020",
+    "random_blocks": "Zaheer et al. 2020",
+    "block_size": "Zaheer et al. 2020",
+    "qk_norm": "Dehghani et al. 2023",
+    "positions": "sinusoid: Vaswani et al. 2017; learned: Gehring et al. 2017; rotary: Su et al. 2021; "
+    "alibi: Press et al. 2022; buckets: Raffel et al. 2020",
+    "rotary_base": "Su et al. 2021",
+    "rotary_dim": "Wang and Komatsuzaki 2021",
+    "scaling": "linear: Chen et al. 2023; yarn: Peng et al. 2023; longrope: Ding et al. 2024; "
+    "llama3: Grattafiori et al. 2024",
+    "hidden": "Vaswani et al. 2017",
+    "activation": "relu: Vaswani et al. 2017; gelu: Hendrycks and Gimpel 2016; silu: Ramachandran et al. 2017; "
+    "relu2: So et al. 2021",
+    "gated": "Shazeer 2020",
+    "experts": "Shazeer et al. 2017",
+    "top_k": "Shazeer et al. 2017",
+    "norm": "layer: Ba et al. 2016; rms: Zhang and Sennrich 2019; batch: Ioffe and Szegedy 2015",
+    "eps": NO_PAPER,
+    "norm_place": "post: Vaswani et al. 2017; pre: Xiong et al. 2020; output: OLMo Team 2024; "
+    "sandwich: Ding et al. 2021",
+    "residual": "sequential: He et al. 2016; parallel: Wang and Komatsuzaki 2021",
+    "bias": NO_PAPER,
+    "dropout": "Srivastava et al. 2014",
+    "attention_dropout": NO_PAPER,
+    "embedding_dropout": "Vaswani et al. 2017",
+    "word_dropout": "Gal and Ghahramani 2016",
+    "head_dropout": NO_PAPER,
+    "head": "Devlin et al. 2019",
+    "classes": NO_PAPER,
+    "pooling": "first: Devlin et al. 2019; mean: Reimers and Gurevych 2019",
+    "pooler": "Devlin et al. 2019",
+    "tie": "output: Press and Wolf 2017; three_way: Vaswani et al. 2017",
+    "init": "normal: Radford et al. 2019; xavier: Glorot and Bengio 2010; t5: Raffel et al. 2020; "
+    "small: Nguyen and Salazar 2019",
+    "std": "Radford et al. 2018",
+}
+
+
+def check_positive_int(name: str, value: Any) -> int:
+    """Return `value` if it is a positive whole number, else raise a ConfigError that calls it `name`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r} is not a positive whole number; write 1 or more")
+    return value
+
+
+def resize_pattern(pattern: tuple[Repeat, ...], depth: int) -> tuple[Repeat, ...]:
+    """Cut a pattern to `depth` blocks, or repeat its last entry until it has `depth` blocks."""
+    check_positive_int("depth", depth)
+    if depth > MAX_LAYERS:
+        raise ConfigError(f"depth={shorten_int(depth)} is too large; write {MAX_LAYERS} or less")
+    runs: list[Repeat] = []
+    left = depth
+    for number, run in enumerate(pattern, start=1):
+        times, rest = divmod(left, len(run.blocks))
+        is_last = number == len(pattern) or times < run.times or (times == run.times and not rest)
+        if not is_last:
+            runs.append(run)
+            left -= run.times * len(run.blocks)
+            continue
+        if times:
+            runs.append(replace(run, times=times))
+        if rest and run.tied:
+            size = len(run.blocks)
+            fix = depth - rest or size
+            raise ConfigError(f"depth={depth} would cut a group of {size} blocks with tied weights; write depth={fix}")
+        if rest:
+            runs.append(Repeat(blocks=run.blocks[:rest]))
+        break
+    return tuple(runs)
+
 
 # The arguments from which a part of a configuration is rebuilt. In those of a block, "attention" and "cross" are such
 # arguments themselves until all knobs are set, so that a knob may set a field of self-attention alone.
@@ -355,3 +525,105 @@ def _apply_knobs(config: ModelConfig, knobs: Mapping[str, Any]) -> ModelConfig:
 
 def _has_random_blocks(stack: StackConfig) -> bool:
     return any(block.attention.random_blocks > 0 for repeat in stack.pattern for block in repeat.blocks)
+
+
+class KnobDescription(NamedTuple):
+    name: str
+    hint: Any  # the type annotation
+    default: Any  # REQUIRED if the family or preset decides
+    meaning: str
+    paper: str
+
+
+def list_knobs() -> list[KnobDescription]:
+    """Describe all knobs, in the order of KNOBS."""
+    options = {option.name: option for option in describe_fields(Knobs)}
+    return [
+        KnobDescription(
+            name, options[name].hint, _default_value(name, options[name].hint), options[name].meaning, KNOB_PAPERS[name]
+        )
+        for name in KNOBS
+    ]
+
+
+def _default_value(name: str, hint: Any) -> Any:
+    """Return the value of a knob in a configuration that says nothing about it."""
+    classes, setter = KNOBS[name][0]
+    match setter:
+        case SetField(field):
+            default = _field_default(classes[0], field)
+            return REQUIRED if default is None and not allows_none(hint) else default
+        case SetSelfAttention(field):
+            return _field_default(AttentionConfig, field)
+    values = read_knob(PLAIN_CONFIG, name)
+    return values[0] if len(values) == 1 else REQUIRED
+
+
+def _field_default(cls: type, name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(cls) if field.name == name)
+
+
+def read_knob(config: ModelConfig, name: str) -> list[Any]:
+    """Return the different values that a knob has in the parts of a configuration; [] if no part has it."""
+    if name in READERS:
+        return READERS[name](config)
+    classes, setter = KNOBS[name][0]
+    values: list[Any] = []
+    for part in _parts(config):
+        if isinstance(part, classes):
+            match setter:
+                case SetField(field):
+                    values.append(getattr(part, field))
+                case SetSelfAttention(field):
+                    values.append(getattr(getattr(part, "attention", None), field))
+                case _:
+                    choices = list_choices(_knob_hint(name))
+                    kept = [choice for choice in choices if _keeps(config, name, choice)]
+                    return kept if len(kept) < len(choices) else []  # if all leave it as it is, it has no such part
+    return _unique(values)
+
+
+def _knob_hint(name: str) -> Any:
+    return next(option.hint for option in describe_fields(Knobs) if option.name == name)
+
+
+def _keeps(config: ModelConfig, name: str, value: Any) -> bool:
+    """Whether setting a knob to a value leaves the configuration as it is, so that this is its present value."""
+    try:
+        return vary(config, **{name: value}) == config
+    except ConfigError:
+        return False
+
+
+def _parts(part: Any) -> Iterator[Any]:
+    """Yield a configuration and all configurations in it."""
+    if isinstance(part, tuple):
+        for item in part:
+            yield from _parts(item)
+    elif dataclasses.is_dataclass(part):
+        yield part
+        for field in dataclasses.fields(part):
+            yield from _parts(getattr(part, field.name))
+
+
+def _unique(values: list[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def _read_positions(config: ModelConfig) -> list[Any]:
+    inputs = [part.positions for part in _parts(config) if isinstance(part, (EmbeddingConfig, PatchConfig))]
+    blocks = [part.attention.positions for part in _parts(config) if isinstance(part, BlockConfig)]
+    return _unique([scheme.kind for scheme in inputs + blocks if scheme is not None]) or ["none"]
+
+
+def _read_head(config: ModelConfig) -> list[Any]:
+    return [config.head.kind if config.head else "none"]
+
+
+READERS: dict[str, Callable[[ModelConfig], list[Any]]] = {"positions": _read_positions, "head": _read_head}
+
+# A configuration whose parts have only the fields that are required.
+PLAIN_BLOCK = BlockConfig(width=1, attention=AttentionConfig(heads=1), feedforward=FeedForwardConfig(hidden=1))
+PLAIN_CONFIG = ModelConfig(
+    input=EmbeddingConfig(vocab=1), decoder=StackConfig(pattern=(Repeat(blocks=(PLAIN_BLOCK,)),))
+)

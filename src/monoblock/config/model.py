@@ -2,7 +2,7 @@
 
 ModelConfig = input + encoder and/or decoder + head. A StackConfig is a pattern of blocks. A BlockConfig describes
 attention, optional cross-attention and feed-forward, and how they are normalized and added. The family of a model
-follows from which stacks it has. This module re-exports the classes of inputs.py, parts.py, positions.py and stack.py.
+follows from which stacks it has. This module re-exports the classes of parts.py.
 """
 
 from __future__ import annotations
@@ -11,22 +11,31 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from monoblock.config.inputs import EmbeddingConfig, FramesConfig, PatchConfig
-from monoblock.config.limits import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from monoblock.config.parts import (
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
     VOCABULARY_HEADS,
     Activation,
+    Alibi,
     AttentionConfig,
     BlockConfig,
+    Buckets,
+    EmbeddingConfig,
     ExpertsConfig,
     FeedForwardConfig,
+    FramesConfig,
     HeadConfig,
     InitConfig,
+    Learned,
     NormConfig,
+    PatchConfig,
     Repeat,
+    Rotary,
+    Scaling,
+    Sinusoid,
     StackConfig,
 )
-from monoblock.config.positions import Alibi, Buckets, Learned, Rotary, Scaling, Sinusoid
 from monoblock.config.schema import check_at_least, check_at_most, check_fraction, check_types, from_dict, to_dict
 from monoblock.errors import ConfigError
 

@@ -1,6 +1,7 @@
-"""The configurations of norms, attention, feed-forward networks, heads and initialization.
+"""The configurations of the parts of a model, and the upper bounds of their sizes.
 
-Values that depend on the width of the model are methods that take the width as an argument.
+Position schemes and inputs are one class each, and `kind` tells them apart in JSON.  Values that depend on the width of
+the model are methods that take the width as an argument.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from monoblock.config.limits import MAX_CLASSES, MAX_CONTEXT, MAX_EXPERTS, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, MAX_WIDTH
-from monoblock.config.positions import Alibi, Buckets, Rotary
 from monoblock.config.schema import (
     check_at_least,
     check_at_most,
@@ -21,6 +20,141 @@ from monoblock.config.schema import (
     shorten_int,
 )
 from monoblock.errors import ConfigError
+
+# Upper bounds of sizes, far above those of every published model.  They catch slips and damaged or hostile files before
+# anything of such a size is allocated.
+MAX_CONTEXT = 2**26  # tokens; Llama 4 has 10,485,760
+MAX_POSITION_WEIGHTS = 2**20  # positions with a learned vector each
+MAX_VOCAB = 2**24
+MAX_WIDTH = 2**20  # also of embeddings and heads
+MAX_HIDDEN = 2**23  # of a feed-forward network
+MAX_HEADS = 2**16
+MAX_EXPERTS = 2**16
+MAX_CLASSES = 2**24
+MAX_IMAGE = 2**16  # pixels in a row, and channels
+MAX_BUCKETS = 2**20
+MAX_LAYERS = 100_000
+
+
+# -- positions: Learned and Sinusoid are added to the embedding, Rotary, Alibi and Buckets act inside attention --------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Scaling of rotary frequencies for contexts longer than the one trained on."""
+
+    # how the frequencies are scaled
+    kind: Literal["linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional"]
+    factor: float = 1.0  # how many times longer the context becomes
+    original_context: int | None = None  # the context that the model was trained on
+    low_freq_factor: float = 1.0  # llama3: pairs with fewer turns in the original context are slowed by factor
+    high_freq_factor: float = 4.0  # llama3: pairs with more turns are kept
+    beta_fast: float = 32.0  # yarn: pairs with more turns in the original context are kept
+    beta_slow: float = 1.0  # yarn: pairs with fewer turns are slowed by factor
+    truncate: bool = True  # yarn: round the range of interpolated pairs to whole numbers
+    attention_factor: float | None = None  # yarn, longrope: factor on queries and keys; None: as in the paper
+    short_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies in short texts
+    long_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies in texts beyond the original context
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.kind in ("dynamic", "yarn", "longrope", "llama3") and self.original_context is None:
+            raise ConfigError(
+                f"{self.kind} scaling needs the length the model was trained on; write original_context=…"
+            )
+        if self.kind == "longrope" and not (self.short_factors and self.long_factors):
+            raise ConfigError("longrope scaling needs short_factors and long_factors, one number for each frequency")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            low, high = self.low_freq_factor, self.high_freq_factor
+            raise ConfigError(f"high_freq_factor={high} of llama3 scaling must be above low_freq_factor={low}")
+        check_at_least(self, 1, "original_context")
+        check_at_most(self, MAX_CONTEXT, "original_context")
+        if self.factor <= 0:
+            raise ConfigError(f"scaling factor={self.factor} must be positive; 1.0 leaves the frequencies alone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """RoPE (Su et al. 2021): rotate pairs of query and key features by an angle proportional to the position."""
+
+    kind: Literal["rotary"] = "rotary"  # the name of this scheme in JSON
+    base: float = 10000.0  # the largest wavelength is about 2 pi times this
+    dim: int | None = None  # features of the head that are rotated; None: all
+    layout: Literal["half", "interleaved"] = "half"  # pairs (i, i + K/2) or (2i, 2i + 1)
+    scaling: Scaling | None = None  # scaling for longer contexts; None: not scaled
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.base <= 1:
+            raise ConfigError(f"rotary base={self.base} must be above 1; 10000.0 is usual")
+        check_at_most(self, MAX_WIDTH, "dim")
+        if self.dim is not None and (self.dim < 2 or self.dim % 2):
+            raise ConfigError(
+                f"rotary dim={self.dim} must be even, because pairs are rotated; write {max(2, self.dim + 1)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alibi:
+    """ALiBi (Press et al. 2022): a linear penalty on distance, with one slope for each head."""
+
+    kind: Literal["alibi"] = "alibi"  # the name of this scheme in JSON
+    form: Literal["distance", "falcon"] = "distance"  # falcon: slope * key position in bf16, scaled like the scores
+    max_bias: float = 8.0  # the smallest slope is 2 to the power of minus this
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """A learned bias for each head and bucket of distances (T5); if `shared`, all blocks of a stack use one table."""
+
+    kind: Literal["buckets"] = "buckets"  # the name of this scheme in JSON
+    count: int = 32  # number of buckets
+    max_distance: int = 128  # all larger distances share a bucket
+    shared: bool = True  # whether all blocks of a stack use one table
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 4, "count")
+        check_at_most(self, MAX_BUCKETS, "count")
+        check_at_most(self, MAX_CONTEXT, "max_distance")
+        half = self.count // 2
+        if self.max_distance <= half:
+            raise ConfigError(
+                f"max_distance={self.max_distance} must exceed half of count={self.count}; write {half + 1} or more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sinusoid:
+    """Fixed sines and cosines added to the embedding (Vaswani et al. 2017, 3.5)."""
+
+    kind: Literal["sinusoid"] = "sinusoid"  # the name of this scheme in JSON
+    form: Literal["interleaved", "halves", "fairseq", "grid"] = "interleaved"  # grid: rows and columns of an image
+    base: float = 10000.0  # the largest wavelength is about 2 pi times this
+    offset: int = 0  # the first position
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.base <= 1:
+            raise ConfigError(f"sinusoid base={self.base} must be above 1; 10000.0 is usual")
+        check_at_most(self, MAX_CONTEXT, "offset")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """A learned vector for each position up to the context; the first `offset` rows of the table are unused."""
+
+    kind: Literal["learned"] = "learned"  # the name of this scheme in JSON
+    offset: int = 0  # number of unused rows at the start of the table (BART)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 0, "offset")
+        check_at_most(self, MAX_POSITION_WEIGHTS, "offset")
+
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity"]
 CheckpointMode = bool | Literal["selective"]  # activation checkpointing; nn/activation_checkpointing.py explains it
@@ -425,3 +559,116 @@ class StackConfig:
     @property
     def width(self) -> int:
         return self.pattern[0].blocks[0].width
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig:
+    """A token input: embedding, positions, segments and norm."""
+
+    kind: Literal["tokens"] = "tokens"  # the name of this input in JSON
+    vocab: int  # V, the size of the vocabulary
+    context: int | None = None  # length of the longest sequence in training; a limit for learned positions
+    dim: int | None = None  # size of the token embedding, which is projected to the width (ALBERT); None: the width
+    projection: Literal["last", "first"] = "last"  # project after positions and norm (ALBERT) or before (OPT-350m)
+    projection_bias: bool = True  # whether that projection has a bias
+    scale: float | Literal["sqrt_width"] = 1.0  # factor on the token embedding
+    positions: Learned | Sinusoid | None = None  # positions added to the embedding
+    segments: int = 0  # number of token types; 0: none
+    norm: NormConfig | None = None  # norm of the embedding
+    dropout: float = 0.0  # dropout probability of the embedding
+    word_dropout: float = 0.0  # rate of tokens whose whole embedding is zeroed (cf. Gal and Ghahramani 2016)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "vocab", "context", "dim")
+        check_at_least(self, 0, "segments")
+        check_at_most(self, MAX_VOCAB, "vocab", "segments")
+        check_at_most(self, MAX_POSITION_WEIGHTS if isinstance(self.positions, Learned) else MAX_CONTEXT, "context")
+        check_at_most(self, MAX_WIDTH, "dim")
+        check_fraction(self, "dropout", "word_dropout")
+        if isinstance(self.positions, Learned) and self.context is None:
+            raise ConfigError("learned positions need a context, which is the number of positions; write context=…")
+        if isinstance(self.positions, Sinusoid) and self.positions.form == "grid":
+            raise ConfigError("form='grid' is for images; write 'interleaved', 'halves' or 'fairseq' for tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchConfig:
+    """An image input, cut into patches of patch × patch pixels that become tokens."""
+
+    kind: Literal["patches"] = "patches"  # the name of this input in JSON
+    image: int  # height and width of the image in pixels
+    patch: int  # height and width of a patch in pixels
+    channels: int = 3  # number of colours of a pixel
+    class_token: bool = True  # whether a learned token comes before the patches
+    distillation_token: bool = False  # a second token with a position, read by the `teacher` head (DeiT)
+    registers: int = 0  # additional learned tokens before the patches
+    mask_token: bool = False  # a learned vector that replaces marked patches (DINOv2)
+    bias: bool = True  # whether the projection of patches has a bias
+    positions: Learned | Sinusoid | None = Learned()  # positions added to the embedding
+    norm: NormConfig | None = None  # norm of the embedding
+    dropout: float = 0.0  # dropout probability of the embedding
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "image", "patch", "channels")
+        check_at_least(self, 0, "registers")
+        check_at_most(self, MAX_IMAGE, "image", "patch", "channels", "registers")
+        check_fraction(self, "dropout")
+        if isinstance(self.positions, Learned) and self.positions.offset:
+            raise ConfigError("patches are counted from 0; write positions=Learned() without an offset")
+        if self.distillation_token and not self.class_token:
+            raise ConfigError("a distillation token comes after a class token; write class_token=True")
+        if self.image % self.patch:
+            fix = nearest_divisor(self.image, self.patch)
+            raise ConfigError(f"patch={self.patch} does not divide image={self.image}; try patch={fix}")
+        if self.num_positions > MAX_POSITION_WEIGHTS:
+            raise ConfigError(
+                f"image={self.image} with patch={self.patch} is {self.num_positions} tokens; write a larger patch, for "
+                f"at most {MAX_POSITION_WEIGHTS} tokens"
+            )
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """The number of tokens before the patches: class token, distillation token and registers."""
+        return self.num_class_tokens + self.registers
+
+    @property
+    def num_positions(self) -> int:
+        """The number of tokens with a position: class token, distillation token and patches, but not registers."""
+        return (self.image // self.patch) ** 2 + self.num_class_tokens
+
+    @property
+    def num_class_tokens(self) -> int:
+        """The number of class and distillation tokens, which have positions."""
+        return int(self.class_token) + int(self.distillation_token)
+
+    @property
+    def context(self) -> int:
+        return self.num_positions + self.registers
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramesConfig:
+    """An audio input: two convolutions over three frames each, the second with stride two (Whisper)."""
+
+    kind: Literal["frames"] = "frames"  # the name of this input in JSON
+    channels: int  # features of a frame
+    context: int  # positions after the second convolution
+    positions: Learned | Sinusoid | None = Learned()  # positions added to the embedding
+    norm: NormConfig | None = None  # norm of the embedding
+    dropout: float = 0.0  # dropout probability of the embedding
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "channels", "context")
+        check_at_most(self, MAX_IMAGE, "channels")
+        check_at_most(self, MAX_POSITION_WEIGHTS, "context")
+        check_fraction(self, "dropout")
+        if isinstance(self.positions, Learned) and self.positions.offset:
+            raise ConfigError("frames are counted from 0; write positions=Learned() without an offset")
+        if isinstance(self.positions, Sinusoid) and self.positions.form == "grid":
+            raise ConfigError("form='grid' is for images; write 'interleaved', 'halves' or 'fairseq' for frames")

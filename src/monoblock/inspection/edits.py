@@ -1,21 +1,184 @@
 """Edits of activations in a forward pass: ablate them, patch them from another run, or add a vector.
 
-trace(model, ids, edits=ablate("decoder.3.attention.heads", heads=[2]))
-trace(model, ids, edits=patch("decoder.3.output", other_trace, positions=[5]))
+    trace(model, ids, edits=ablate("decoder.3.attention.heads", heads=[2]))
+    trace(model, ids, edits=patch("decoder.3.output", other_trace, positions=[5]))
+
+Which axis of an activation holds what, and where padding is, a monoblock model declares (docs/shapes.md).  Of another
+model, only the activations that `tap_modules` adds are known, the weights and heads of attention; the output of a
+module may have any axes, whatever its name.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from monoblock.config.model import AnyConfig
 from monoblock.errors import InputError
-from monoblock.inspection.layout import Activation, OwnLayout
+from monoblock.nn.transformer import Transformer
+
+# What an axis holds -> the letters that stand for it in the axes of an activation, such as "BHTK" (docs/shapes.md).
+# The first of them that an activation has counts: the positions of weights (B, H, T, S) are those of the queries.
+AXES = {"rows": "B", "heads": "HG", "positions": "TS"}
+# Names of activations -> a letter for each axis.  The axis T is missing from logits of whole texts and of one step.
+DECLARED_AXES = {
+    r"(input|target)\.(token|patch|frames|output)": "BTD",
+    r"(encoder|decoder)\.\d+\.(attention|cross)\.(query|heads)": "BHTK",
+    r"(encoder|decoder)\.\d+\.(attention|cross)\.(key|value)": "BGSK",
+    r"(encoder|decoder)\.\d+\.(attention|cross)\.(scores|weights)": "BHTS",
+    r"(encoder|decoder)\.\d+\.feedforward\.(hidden|router)": "BTF",
+    r"(encoder|decoder)\.\d+\.feedforward\.outputs": "NED",  # N = B·T
+    r"(encoder|decoder)\.(\d+\.)?((attention|cross|feedforward)\.)?(input|output|norm)": "BTD",
+    r"attention\.weights": "BTS",  # without heads
+    r"head\.(logits|pooled)": "BTD",
+}
+SOURCE_ACTIVATIONS = re.compile(r"(input|encoder)\..*|decoder\.\d+\.cross\.(key|value)")  # of an encoder-decoder
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A named tensor, with what is known of it.
+
+    axes: a letter for each axis, such as "BHTK"; None if it is not known.
+    """
+
+    name: str
+    tensor: Tensor
+    axes: str | None = None
+    layout: Layout | None = None
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Where tokens are not padding: (rows, positions), or (rows · positions,) in one axis N; None: everywhere."""
+        return None if self.layout is None else self.layout.valid(self)
+
+    def __str__(self) -> str:
+        return f"{self.name} {tuple(self.tensor.shape)}"
+
+    def axis(self, word: str) -> int:
+        """Return the axis of "rows", "heads" or "positions"; raise InputError if there is none or it is not known."""
+        if self.axes is None:
+            known = {3: 'axes="BTD" (rows, positions, width)', 4: 'axes="BHTK" (rows, heads, positions, features)'}
+            example = known.get(self.tensor.dim())
+            advice = "name its axes, " + (f"such as {example}" if example else "a letter for each: axes=…")
+            if word == "heads":
+                elsewhere = "the heads of an attention module of transformers are NAME.heads"
+                advice = f"{advice}; {elsewhere}" if self.tensor.dim() > 3 else elsewhere
+            raise InputError(f"it is not known which axis of {self} has the {word}; {advice}")
+        if len(self.axes) != self.tensor.dim():
+            raise InputError(f"{self} does not have the axes {self.axes!r}; give a letter for each, such as 'BTD'")
+        found = [letter for letter in AXES[word] if letter in self.axes]
+        if not found:
+            advice = 'ablate with "zero" or "mean"' if word == "rows" else f"leave {word} out"
+            raise InputError(f"{self} has no axis of {word}; {advice}")
+        return self.axes.index(found[0])
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        """Return the sum over rows and positions without padding, other axes as they are, and the number of tokens."""
+        tensor, valid = self.tensor if self.tensor.dtype == torch.float64 else self.tensor.float(), self.valid
+        if self.axes is not None and "N" in self.axes:  # rows and positions in one axis
+            axes = [self.axes.index("N")]
+        else:
+            has_positions = self.axes is None or any(letter in self.axes for letter in AXES["positions"])
+            axes = [self.axis(word) for word in ("rows", *(["positions"] if has_positions else []))]
+            valid = None if valid is None or not has_positions else valid.T if axes[0] > axes[1] else valid
+        shape = [size if axis in axes else 1 for axis, size in enumerate(tensor.shape)]
+        mask = torch.ones(shape, dtype=torch.bool) if valid is None else valid.reshape(shape)
+        mask = mask.to(tensor.device)
+        return tensor.where(mask, 0).sum(axes, keepdim=True), mask.sum()
+
+
+class Layout:
+    """The layout of a model of which nothing is known but the arguments of its passes."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.signature = inspect.signature(model.forward if model is not None else Transformer.forward)
+        self.arguments: dict[str, Any] = {}
+
+    def read_arguments(self, arguments: Any, options: dict[str, Any]) -> None:
+        """Note the arguments of a pass, among them its masks."""
+        try:
+            bound = self.signature.bind_partial(*arguments, **options).arguments
+        except TypeError:  # the model itself reports it
+            bound = {}
+        self.arguments = {**bound, **bound.get("kwargs", {})}
+
+    def axes(self, name: str, tensor: Tensor) -> str | None:
+        return None
+
+    def valid(self, activation: Activation) -> Tensor | None:
+        """Return where the tokens of an activation are not padding (rows, positions), or None if there is none."""
+        if activation.axes is None or not {"B"} < set(activation.axes) & set("BTS"):
+            return None
+        rows, count = (activation.tensor.shape[activation.axis(word)] for word in ("rows", "positions"))
+        masks = [mask for mask in self._masks() if mask.shape == (rows, count) and not mask.all()]
+        if any(not mask.equal(masks[0]) for mask in masks[1:]):
+            raise InputError(f"it is not known which of two masks is that of {activation}; give means=…, or no mask")
+        return masks[0] if masks else None
+
+    def _masks(self) -> list[Tensor]:
+        tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+        padding = [value == 0 for name, value in tensors.items() if name.endswith("key_padding_mask")]  # of PyTorch
+        return padding + [value != 0 for name, value in tensors.items() if name.endswith("attention_mask")]
+
+
+class HookedLayout(Layout):
+    """The layout of a model that is traced by hooks: the axes of what `module_taps` adds to its modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.modules = {name for name, _ in model.named_modules()}
+
+    def axes(self, name: str, tensor: Tensor) -> str | None:
+        return None if name in self.modules else {"weights": "BHTS", "heads": "BHTK"}.get(name.rpartition(".")[2])
+
+
+class OwnLayout(Layout):
+    """The layout of a model of this package."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__(model)
+        config = getattr(model, "config", None)
+        self.is_pair = isinstance(config, AnyConfig) and config.family == "encoder-decoder"
+
+    def axes(self, name: str, tensor: Tensor) -> str | None:
+        for pattern, axes in DECLARED_AXES.items():
+            if re.fullmatch(pattern, name):
+                return axes if tensor.dim() == len(axes) else axes.replace("T", "", 1)
+        return None
+
+    def valid(self, activation: Activation) -> Tensor | None:
+        names = ["attention_mask", "target"]
+        if self.is_pair:
+            names = (
+                ["source_mask", "attention_mask"] if SOURCE_ACTIVATIONS.fullmatch(activation.name) else ["target_mask"]
+            )
+        masks = [self.arguments[name] != 0 for name in names if self.arguments.get(name) is not None]
+        axes = activation.axes or ""
+        if not masks or masks[0].all() or not set(axes) & set("NTS"):
+            return None
+        if "N" in axes:
+            return masks[0].flatten()
+        shape = tuple(activation.tensor.shape[activation.axis(word)] for word in ("rows", "positions"))
+        if masks[0].shape != shape:
+            raise InputError(
+                f"the mask {tuple(masks[0].shape)} does not say what is padding in {activation}; give means=…"
+            )
+        return masks[0]
+
+
+def layout_of(model: nn.Module) -> Layout:
+    if isinstance(getattr(model, "config", None), AnyConfig):
+        return OwnLayout(model)
+    return Layout(model) if "tap" in inspect.signature(model.forward).parameters else HookedLayout(model)
+
 
 AblationMethod = Literal["zero", "mean", "resample"]
 

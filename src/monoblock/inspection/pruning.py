@@ -3,19 +3,31 @@
     smaller = prune_heads(model, {"encoder.0.attention": [1, 3], "decoder.2.cross": [0]})
 
 The pruned model computes the same as the original model with the outputs of these heads set to zero.
+
+How important a head is for a loss is measured by gradient (Michel et al. 2019) or by ablation.  By gradient, it is the
+mean over the batches of |Σ heads · ∂loss/∂heads|: to first order, by how much the loss would change if the output of
+the head were zero.  By ablation, it is that change, measured; an ablation takes one pass for each head.
+
+`prune_in_rounds` removes the least important heads in several rounds, and measures importance anew after each.  Of two
+heads that do the same, each alone seems unimportant; once one of them is removed, the other is needed.  One ranking for
+all heads removes both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from fnmatch import fnmatchcase
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from monoblock.config.model import AttentionConfig, BlockConfig, ModelConfig, Repeat, StackConfig
 from monoblock.errors import InputError, did_you_mean
+from monoblock.inspection.edits import ablate
+from monoblock.inspection.trace import TraceTap, attach_tap
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import merge_adapters
 
@@ -158,3 +170,241 @@ def _slice_weight(tensor: Tensor, parameter: str, config: AttentionConfig, kept:
         case ["sinks"]:
             return tensor[kept]
     return tensor
+
+
+ImportanceMethod = Literal["gradient", "ablation"]
+BatchLoss = Callable[[nn.Module, Any], Tensor]  # the loss of a batch, summed over its targets
+
+
+class HeadImportance(NamedTuple):
+    layer: str  # such as "decoder.3.attention"
+    head: int
+    importance: float
+
+
+def head_importance(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: BatchLoss,
+    *,
+    method: ImportanceMethod = "gradient",
+    names: str | Sequence[str] = "*.heads",
+    progress: Callable[[int], None] = lambda count: None,
+) -> list[HeadImportance]:
+    """Return the importance of every head, in the order of the layers.
+
+    batches: what `loss(model, batch)` takes.
+    names: patterns of the outputs of heads, (B, H, T, K).
+    progress: a function that is called with 1 after every pass over a batch, or over all batches by ablation.
+    """
+    batches = list(batches)
+    if not batches:
+        raise InputError("there is no batch to rank heads on; give more data")
+    if method not in METHODS:
+        raise InputError(f"there is no importance {method!r}; write one of {', '.join(METHODS)}")
+    was_training = model.training
+    model.eval()
+    try:
+        totals = METHODS[method](model, batches, loss, names, progress)
+    finally:
+        model.train(was_training)
+    return [
+        HeadImportance(name.removesuffix(".heads"), head, value / len(batches))
+        for name, values in totals.items()
+        for head, value in enumerate(values.tolist())
+    ]
+
+
+def _by_gradient(
+    model: nn.Module, batches: list[Any], loss: BatchLoss, names: Any, progress: Callable[[int], None]
+) -> dict[str, Tensor]:
+    totals: dict[str, Tensor] = {}
+    for batch in batches:
+        tap = TraceTap(names, with_gradients=True)
+        with attach_tap(model, tap), torch.enable_grad():
+            value = loss(model, batch)
+        tap.check()
+        grads = torch.autograd.grad(value, list(tap.activations.values()), allow_unused=True)
+        for (name, heads), grad in zip(tap.activations.items(), grads, strict=True):
+            effect = heads.detach() * (torch.zeros_like(heads) if grad is None else grad)
+            totals[name] = totals.get(name, 0) + effect.sum((2, 3)).abs().sum(0).double().cpu()
+        progress(1)
+    return totals
+
+
+@torch.no_grad()
+def _by_ablation(
+    model: nn.Module, batches: list[Any], loss: BatchLoss, names: Any, progress: Callable[[int], None]
+) -> dict[str, Tensor]:
+    tap = TraceTap(names)
+    with attach_tap(model, tap):
+        loss(model, batches[0])
+    tap.check()
+    before = sum(float(loss(model, batch)) for batch in batches)
+    totals = {}
+    for name, tensor in tap.activations.items():
+        changes = []
+        for head in range(tensor.shape[1]):
+            with attach_tap(model, TraceTap(edits=[ablate(name, heads=[head])])):
+                changes.append(sum(float(loss(model, batch)) for batch in batches) - before)
+            progress(1)
+        totals[name] = torch.tensor(changes, dtype=torch.float64)
+    return totals
+
+
+METHODS: dict[str, Callable[..., dict[str, Tensor]]] = {"gradient": _by_gradient, "ablation": _by_ablation}
+
+
+class HeadGroup(NamedTuple):
+    """Heads that share keys and values, and can be removed only together; one head where each has its own."""
+
+    layer: str
+    heads: tuple[int, ...]
+    importance: float  # the sum over the heads; divided by the norm over the layer, if `rank_heads` normalizes
+
+
+def prunable_layers(config: ModelConfig, layers: str = "*") -> dict[str, int]:
+    """Return how many heads of each layer can be removed only together, for the layers that can be pruned.
+
+    Raise InputError if there is none.
+
+    layers: a pattern of the names of the layers to prune, such as "encoder.*".
+    """
+    sizes, reasons = {}, []
+    for layer in attention_layers(config):
+        if fnmatchcase(layer, layers):
+            try:
+                sizes[layer] = prunable_group_size(config, layer)
+            except InputError as problem:
+                reasons.append(str(problem))
+    if not sizes:
+        known = ", ".join(list(attention_layers(config))[:3])
+        raise InputError(reasons[0] if reasons else f"no layer matches {layers!r}; write a pattern for {known}, …")
+    return sizes
+
+
+def list_groups(config: ModelConfig, layers: str = "*") -> list[HeadGroup]:
+    """Return the groups of heads that can be removed, the largest first; their importance is 0."""
+    sizes, attention = prunable_layers(config, layers), attention_layers(config)
+    rows = [HeadImportance(layer, head, 0.0) for layer in sizes for head in range(attention[layer].heads)]
+    return sorted(rank_heads(sizes, rows), key=lambda group: -len(group.heads))
+
+
+def rank_heads(
+    sizes: Mapping[str, int], importances: Iterable[HeadImportance], *, normalize: bool = True
+) -> list[HeadGroup]:
+    """Return the groups of heads that can be removed, the least important first.
+
+    sizes: the number of heads in a group of each layer, from `prunable_layers`; other layers are left out.
+    importances: of all heads of a layer, in the order of the heads.
+    normalize: divide importances by their norm over each layer, as Michel et al. (2019) do for importances by
+        gradient.  A change of the loss, which ablation measures, can be compared between layers as it is.
+    """
+    by_layer: dict[str, list[HeadImportance]] = {}
+    for row in importances:
+        by_layer.setdefault(row.layer, []).append(row)
+    groups = []
+    for layer, rows in by_layer.items():
+        if layer not in sizes:
+            continue
+        norm = (sum(row.importance**2 for row in rows) ** 0.5 or 1.0) if normalize else 1.0
+        for first in range(0, len(rows), sizes[layer]):
+            members = rows[first : first + sizes[layer]]
+            heads = tuple(row.head for row in members)
+            groups.append(HeadGroup(layer, heads, sum(row.importance for row in members) / norm))
+    return sorted(groups, key=lambda group: group.importance)
+
+
+def choose_heads(groups: Iterable[HeadGroup], count: int, *, exact: bool = True) -> dict[str, list[int]]:
+    """Return the heads to remove by layer: the least important groups, up to `count` heads; each layer keeps one group.
+
+    exact: raise InputError if `count` heads cannot be removed; otherwise return fewer.
+    """
+    groups = list(groups)
+    left = Counter(group.layer for group in groups)
+    chosen: dict[str, list[int]] = {}
+    removed = 0
+    for group in groups:
+        if removed + len(group.heads) > count or left[group.layer] == 1:
+            continue
+        chosen.setdefault(group.layer, []).extend(group.heads)
+        left[group.layer] -= 1
+        removed += len(group.heads)
+    if removed < count and exact:
+        raise InputError(_explain_shortage(groups, count, removed))
+    return {layer: sorted(heads) for layer, heads in chosen.items()}
+
+
+def _explain_shortage(groups: list[HeadGroup], count: int, removed: int) -> str:
+    last = {group.layer: len(group.heads) for group in groups}  # a group of each layer is kept
+    most = sum(len(group.heads) for group in groups) - sum(last.values())
+    if count > most:
+        return f"each layer keeps a head, so that at most {most} can be removed, not {count}; remove fewer"
+    size = max(last.values())
+    return f"{size} heads share keys and values and are removed together; remove {removed}, not {count}"
+
+
+MAX_DEFAULT_ROUNDS = 16
+
+
+class PrunedHeads(NamedTuple, Generic[T]):
+    """A pruned model and what was removed; heads have the numbers of the original model."""
+
+    model: T
+    removed: dict[str, list[int]]  # heads by layer
+    ranking: list[HeadGroup]  # removed groups in the order of removal, then the others, the least important first
+    num_rounds: int
+
+
+def prune_in_rounds(
+    model: T,
+    batches: Iterable[Any],
+    loss: BatchLoss,
+    count: int,
+    *,
+    rounds: int | None = None,
+    layers: str = "*",
+    method: ImportanceMethod = "gradient",
+    progress: Callable[[int], None] = lambda count: None,
+) -> PrunedHeads[T]:
+    """Remove the `count` heads that matter least for the loss on the batches.
+
+    rounds: how often importance is measured.  None removes one group of heads in each round, or more in each of
+        MAX_DEFAULT_ROUNDS rounds; 1 ranks all heads once, on the original model.
+    layers: a pattern of the layers to prune, such as "encoder.*".
+    """
+    sizes, batches = prunable_layers(model.config, layers), list(batches)
+    choose_heads(list_groups(model.config, layers), count)  # refuse an impossible count before measuring anything
+    targets = _removed_after_rounds(count, rounds, max(sizes.values()))
+    names = [f"{layer}.heads" for layer in sizes]
+    smaller, removed = model, dict[str, list[int]]()
+    history: list[HeadGroup] = []
+    kept: list[HeadGroup] = []
+    for target in targets:
+        measured = head_importance(smaller, batches, loss, method=method, names=names, progress=progress)
+        kept = rank_heads(sizes, _number_as_in(model, removed, measured), normalize=method == "gradient")
+        chosen = choose_heads(kept, target - sum(map(len, removed.values())), exact=target == count)
+        removed = {layer: sorted([*removed.get(layer, ()), *chosen.get(layer, ())]) for layer in {**removed, **chosen}}
+        history += [group for group in kept if group.heads[0] in removed.get(group.layer, ())]
+        smaller = prune_heads(model, removed)
+    kept = [group for group in kept if group.heads[0] not in removed.get(group.layer, ())]
+    return PrunedHeads(smaller, removed, history + kept, len(targets))
+
+
+def _removed_after_rounds(count: int, rounds: int | None, size: int) -> list[int]:
+    """Return how many heads are removed after each round; a round removes at least a group of `size` heads."""
+    if rounds is not None and rounds < 1:
+        raise InputError(f"heads cannot be removed in {rounds} rounds; give at least 1")
+    rounds = max(1, min(rounds or MAX_DEFAULT_ROUNDS, count // size))
+    return [count * number // rounds for number in range(1, rounds + 1)]
+
+
+def _number_as_in(
+    model: Transformer, removed: Mapping[str, list[int]], importances: Iterable[HeadImportance]
+) -> list[HeadImportance]:
+    """Return the importances with the numbers that the heads had before others were removed."""
+    kept = {
+        layer: [head for head in range(config.heads) if head not in removed.get(layer, ())]
+        for layer, config in attention_layers(model.config).items()
+    }
+    return [row._replace(head=kept[row.layer][row.head]) for row in importances]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from monoblock.config.model import HeadConfig, ModelConfig, StackConfig
 from monoblock.config.parts import SEQUENCE_HEADS
 from monoblock.errors import ConfigError, InputError, with_article
-from monoblock.nn.kv_cache.cache import Cache
-from monoblock.nn.packed.documents import PackedDocuments
-from monoblock.nn.token_positions import TokenPositions, arange_positions
+from monoblock.nn.cache import Cache
+from monoblock.nn.masks import TokenPositions, arange_positions
+from monoblock.nn.packed_documents import PackedDocuments
 
 Documents = Tensor | PackedDocuments  # the number of each token's document (B, T), or where documents begin in one row
 
@@ -151,11 +151,11 @@ def check_config(config: ModelConfig) -> ModelConfig:
     return config
 
 
-def reject_arguments(family: str, **arguments: object) -> None:
+def reject_arguments(config: ModelConfig, **arguments: object) -> None:
     """Raise InputError if an argument is given that a model of this family does not use."""
     for name, value in arguments.items():
         if value is not None:
-            raise InputError(f"{name} was given, but this {family} model has no use for it; drop it")
+            raise InputError(f"{name} was given, but this {config.family} model has no use for it; drop it")
 
 
 def reject_with_packed(**arguments: object) -> None:

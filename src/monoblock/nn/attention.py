@@ -18,17 +18,20 @@ from torch.autograd import forward_ad
 
 from monoblock.config.model import AttentionConfig, Buckets
 from monoblock.kernels.cpu.autograd import attend_causal, supports_causal_attention
-from monoblock.nn.banded.attend_banded import BANDED_MIN_QUERIES, attend_banded
-from monoblock.nn.banded.tile_plan import plan_tiles
-from monoblock.nn.flex import FLEX_MIN_QUERIES, attend_flex, build_block_mask
-from monoblock.nn.kv_cache.cache_index import BeamSlots, CacheWrite
-from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
+from monoblock.nn.cache import BeamSlots, CacheWrite, CrossAttentionCache, KeyValues, LayerCache
 from monoblock.nn.linear import Linear, autocast_dtype
 from monoblock.nn.masks import ResolvedMask
 from monoblock.nn.norm import HALF_DTYPES, Norm
-from monoblock.nn.packed.attend_packed import attend_varlen, supports_varlen
-from monoblock.nn.packed.documents import DocumentRows, PackedDocuments
+from monoblock.nn.packed_documents import DocumentRows, PackedDocuments, attend_varlen, supports_varlen
 from monoblock.nn.positions import RotaryAngles, apply_rotary, bucket_bias
+from monoblock.nn.sparse_attention import (
+    BANDED_MIN_QUERIES,
+    FLEX_MIN_QUERIES,
+    attend_banded,
+    attend_flex,
+    build_block_mask,
+    plan_tiles,
+)
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 
 

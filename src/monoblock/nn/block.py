@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from monoblock.config.model import BlockConfig
 from monoblock.errors import ConfigError
 from monoblock.nn.attention import Attention, AttentionContext
+from monoblock.nn.cache import CacheWrite, CrossAttentionCache, LayerCache
 from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import FeedForward
-from monoblock.nn.kv_cache.cache_index import CacheWrite
-from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
 from monoblock.nn.linear_attention import LinearAttention
 from monoblock.nn.norm import Norm
 from monoblock.nn.tap import Tap, apply_tap, tap_argument

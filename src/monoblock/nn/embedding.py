@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from monoblock.config.model import EmbeddingConfig, FramesConfig, Learned, PatchConfig, Sinusoid
 from monoblock.errors import InputError
 from monoblock.nn.arguments import can_read_values
+from monoblock.nn.masks import TokenPositions
 from monoblock.nn.norm import Norm
 from monoblock.nn.positions import grid_sinusoid, sinusoid
 from monoblock.nn.tap import Tap, apply_tap
-from monoblock.nn.token_positions import TokenPositions
 
 
 def tied_table(token: nn.Module) -> Tensor | nn.Module:

@@ -18,9 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from monoblock.nn.attention import Attention, AttentionContext
-from monoblock.nn.kv_cache.cache_index import CacheWrite
-from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
-from monoblock.nn.kv_cache.linear_state import LinearLayerCache, LinearState
+from monoblock.nn.cache import CacheWrite, CrossAttentionCache, LayerCache, LinearLayerCache, LinearState
 from monoblock.nn.linear import autocast_dtype
 from monoblock.nn.norm import HALF_DTYPES
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants

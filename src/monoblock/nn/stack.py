@@ -17,15 +17,13 @@ from monoblock.kernels.fp8_linear import is_fp8_training, sizes_fit
 from monoblock.nn.activation_checkpointing import run_checkpointed
 from monoblock.nn.attention import Attention, AttentionContext, prepare, select_kept_heads
 from monoblock.nn.block import Block
+from monoblock.nn.cache import Cache, CacheWrite
 from monoblock.nn.feedforward import FeedForward
-from monoblock.nn.kv_cache.cache import Cache
-from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.linear import Linear
-from monoblock.nn.masks import Mask, everything, mask_from_config, same_document
+from monoblock.nn.masks import Mask, TokenPositions, everything, mask_from_config, same_document
 from monoblock.nn.norm import Norm
 from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
 from monoblock.nn.tap import Tap, apply_tap, tap_argument
-from monoblock.nn.token_positions import TokenPositions
 
 
 class Stack(nn.Module):

@@ -28,14 +28,14 @@ from monoblock.nn.arguments import (
     token_positions,
 )
 from monoblock.nn.block import Block
+from monoblock.nn.cache import Cache
 from monoblock.nn.embedding import Embedding, PatchEmbedding, build_input, tied_table
 from monoblock.nn.heads import Head, OutputLinear
 from monoblock.nn.initialize import initialize
-from monoblock.nn.kv_cache.cache import Cache
-from monoblock.nn.packed.documents import DocumentRows
+from monoblock.nn.masks import TokenPositions, arange_positions
+from monoblock.nn.packed_documents import DocumentRows
 from monoblock.nn.stack import Stack
 from monoblock.nn.tap import Tap, prefix_tap
-from monoblock.nn.token_positions import TokenPositions, arange_positions
 
 
 class Transformer(nn.Module):
@@ -93,7 +93,7 @@ class Transformer(nn.Module):
         an encoded source.  `output_linear` replaces the last matrix product (see `Head.forward`).
         """
         if self.encoder is not None and self.decoder is not None:
-            reject_arguments(self.config.family, segments=segments, flags=flags)
+            reject_arguments(self.config, segments=segments, flags=flags)
             reject_documents(documents)
             source_mask = either_argument("source_mask", source_mask, "attention_mask", attention_mask)
             is_cached = cache is not None and cache.memory_positions is not None
@@ -105,7 +105,7 @@ class Transformer(nn.Module):
             return self.decode(target, memory, source_mask, target_mask, output_linear=output_linear, **options)
         unused: dict[str, Any] = {"source_mask": source_mask, "target_mask": target_mask, "memory": memory}
         unused |= {"source_documents": source_documents, "target_documents": target_documents}
-        reject_arguments(self.config.family, **unused)
+        reject_arguments(self.config, **unused)
         attention_mask = either_argument("attention_mask", attention_mask, "a second argument", target)
         if source is None:
             raise InputError("ids are missing; call model(ids)")
@@ -223,12 +223,12 @@ class Transformer(nn.Module):
             )
             return self._embed(source, input_positions, segments, tap, side="input"), input_positions
         unused = {"attention_mask": mask, "segments": segments, "positions": positions, "documents": documents}
-        reject_arguments(self.config.family, **unused)
+        reject_arguments(self.config, **unused)
         if isinstance(self.input, PatchEmbedding):
             self.input.check_inputs(source, flags)
             x = self.input(source, flags, tap=prefix_tap(tap, "input"))
         else:
-            reject_arguments(self.config.family, flags=flags)
+            reject_arguments(self.config, flags=flags)
             self.input.check_inputs(source)
             x = self.input(source, tap=prefix_tap(tap, "input"))
         return x, arange_positions(x.shape[1], device=x.device)

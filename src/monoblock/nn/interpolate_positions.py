@@ -1,0 +1,50 @@
+"""Adapt a vision model to another image size by interpolating its position embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from monoblock.config.model import Learned, PatchConfig
+from monoblock.errors import InputError, with_article
+from monoblock.nn.arguments import check_model
+from monoblock.nn.embedding import PatchEmbedding
+from monoblock.nn.lora import fold_lora
+from monoblock.nn.positions import interpolate_grid
+from monoblock.nn.transformer import Transformer
+
+T = TypeVar("T", bound=Transformer)
+
+POSITION_WEIGHT = "input.position.weight"
+
+
+def interpolate(model: T, image: int) -> T:
+    """Return a copy of a vision model for images of `image` × `image` pixels.
+
+    The position embeddings of patches, learned or sinusoidal, are resized by bicubic interpolation and become learned
+    ones; those of class tokens stay the same.  Adapters are merged into their weights.
+    """
+    check_model(model, Transformer, "interpolate")
+    embedding, config = model.input, model.config.input
+    if not (isinstance(embedding, PatchEmbedding) and isinstance(config, PatchConfig)):
+        raise InputError(
+            f"{with_article(model.config.family)} model has no patch positions to interpolate; give a vision model"
+        )
+    if image < 1 or image % config.patch:
+        nearest = max(1, round(image / config.patch)) * config.patch
+        raise InputError(
+            f"image={image} cannot be cut into whole patches of {config.patch} pixels; try image={nearest}"
+        )
+    weights = {name: tensor.detach() for name, tensor in fold_lora(model).state_dict().items()}
+    positions = config.positions
+    if positions is not None:
+        table, first = embedding.position_table().detach(), config.num_class_tokens
+        weights[POSITION_WEIGHT] = torch.cat((table[:first], interpolate_grid(table[first:], image // config.patch)))
+        positions = Learned()
+    with torch.device("meta"):  # skips the random initialization
+        copy = type(model)(replace(model.config, input=replace(config, image=image, positions=positions)))
+    copy.load_state_dict(weights, assign=True)
+    copy.loaded_from = model.loaded_from
+    return copy.train(model.training)
