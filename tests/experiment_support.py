@@ -37,8 +37,7 @@ def before(trial):
 
 
 def less(arm, statement="it is lower by 0.5"):
-    bound = {"quantity": "difference", "other": "old", "at_most": -0.5}
-    return Rule(statement=statement, metric="loss", arm=arm, **bound)
+    return Rule(statement, f"loss of {arm} - loss of old <= -0.5")
 
 
 EXPERIMENT = Experiment(

@@ -33,8 +33,7 @@ from monoblock.experiments.claims import CLAIMS, Claim
 from monoblock.experiments.frame.report import Report
 from monoblock.experiments.frame.results import read_results
 from monoblock.experiments.frame.rules import Rule, Verdict
-from monoblock.experiments.names import EXPERIMENTS
-from monoblock.experiments.table import load_experiment
+from monoblock.experiments.names import EXPERIMENTS, load_experiment
 from monoblock.interop.huggingface.load import FAMILIES as PUBLISHED_FAMILIES
 from monoblock.recipes.key_table import SectionDescription, list_sections
 from monoblock.recipes.schema import FAMILIES
@@ -484,7 +483,7 @@ def _link(name: str) -> str:
 
 
 def _late(rule: Rule) -> str:
-    return f" ({rule.late} was added after results)" if rule.late else ""
+    return f" ({rule.added_later} was added after results)" if rule.added_later else ""
 
 
 def _explain(claim: Claim, verdicts: Sequence[Verdict]) -> str:

@@ -8,12 +8,12 @@ import pytest
 
 from monoblock.errors import ConfigError, FileError
 from monoblock.experiments.claims import Claim
-from monoblock.experiments.frame.pages import draw_report, read_note, write_page
-from monoblock.experiments.frame.report import Report, format_mean
-from monoblock.experiments.frame.results import RESULTS_FILE, Result, read_results, trial_settings
+from monoblock.experiments.frame.report import Report, draw_report, format_mean, read_note, write_page
+from monoblock.experiments.frame.results import RESULTS_FILE, Result, read_results
 from monoblock.experiments.frame.rules import Rule, confidence_interval
 from monoblock.experiments.frame.runner import Request, count_hidden, plan_trials, run_trials, select_results
-from monoblock.experiments.table import load_experiment
+from monoblock.experiments.frame.settings import trial_settings
+from monoblock.experiments.names import load_experiment
 
 EXPERIMENT, MIXED = support.EXPERIMENT, support.MIXED
 
@@ -181,38 +181,38 @@ def test_a_device_that_is_not_there_is_an_error_before_a_trial_runs(tmp_path, mo
 # -- rules ------------------------------------------------------------------------------------------------------------
 
 
-def conclude(values, **bound):
-    rule = Rule(statement="it is", metric="loss", arm="a", **bound)
+def conclude(values, formula, **options):
+    rule = Rule("it is", formula, **options)
     return rule.conclude({"a": {seed: {"loss": value} for seed, value in enumerate(values)}})
 
 
 def test_a_rule_says_nothing_if_the_numbers_are_too_close():
-    assert conclude([1.0, 1.1, 0.9], at_least=0.5).verdict == "confirmed"
-    assert conclude([1.0, 1.1, 0.9], at_least=2.0).verdict == "contradicted"
-    assert conclude([1.0, 1.1, 0.9], at_least=0.95).verdict == "inconclusive"
-    assert conclude([1.0, 1.1, 0.9], at_most=1.5).verdict == "confirmed"
-    assert conclude([1.0, 1.1, 0.9], at_most=0.5).verdict == "contradicted"
-    assert conclude([1.0], at_least=0.5).verdict == "inconclusive", "one seed has no interval"
-    assert conclude([1.0, 1.0], at_least=0.5).verdict == "inconclusive", "that of two seeds says little"
-    assert conclude([1.0], at_least=0.5, is_exact=True).verdict == "confirmed"
-    assert conclude([], at_least=0.5).verdict == "not measured"
-    assert "inconclusive" in conclude([1.0, 1.1, 0.9], at_least=0.95).sentence()
+    assert conclude([1.0, 1.1, 0.9], "loss of a >= 0.5").verdict == "confirmed"
+    assert conclude([1.0, 1.1, 0.9], "loss of a >= 2.0").verdict == "contradicted"
+    assert conclude([1.0, 1.1, 0.9], "loss of a >= 0.95").verdict == "inconclusive"
+    assert conclude([1.0, 1.1, 0.9], "loss of a <= 1.5").verdict == "confirmed"
+    assert conclude([1.0, 1.1, 0.9], "loss of a <= 0.5").verdict == "contradicted"
+    assert conclude([1.0], "loss of a >= 0.5").verdict == "inconclusive", "one seed has no interval"
+    assert conclude([1.0, 1.0], "loss of a >= 0.5").verdict == "inconclusive", "that of two seeds says little"
+    assert conclude([1.0], "loss of a >= 0.5", is_exact=True).verdict == "confirmed"
+    assert conclude([], "loss of a >= 0.5").verdict == "not measured"
+    assert "inconclusive" in conclude([1.0, 1.1, 0.9], "loss of a >= 0.95").sentence()
 
 
 def test_a_seed_that_diverged_is_not_left_out_in_silence():
     """An infinite number is stored as None; the rest of the seeds alone would confirm the rule."""
-    found = conclude([1.0, 1.1, None], at_most=1.5)
+    found = conclude([1.0, 1.1, None], "loss of a <= 1.5")
     assert found.verdict == "inconclusive"
     assert "1 of 3 seeds have no finite number" in found.sentence()
-    assert conclude([1.0, 1.1, "1.0"], at_most=1.5).seeds == 2, "text is not a number"
+    assert conclude([1.0, 1.1, "1.0"], "loss of a <= 1.5").seeds == 2, "text is not a number"
     metrics = [{"loss": 1.0}, {"loss": None}]
     results = [support.make_result("old", seed, values) for seed, values in enumerate(metrics)]
     assert Report(EXPERIMENT, tuple(results)).table()[1][0][:3] == ["old", 2, "1.000 (1 not finite)"]
 
 
 def test_a_rule_needs_its_condition():
-    fair = Rule(statement="it is fair", metric="loss", arm="a", at_most=1.0)
-    rule = Rule(statement="b is worse", metric="loss", arm="b", at_least=1.0, condition=fair)
+    fair = Rule("it is fair", "loss of a <= 1")
+    rule = Rule("b is worse", "loss of b >= 1", condition=fair)
     results = {arm: {seed: {"loss": 2.0 + seed / 100} for seed in range(3)} for arm in "ab"}
     experiment = replace(EXPERIMENT, rules=(fair, rule), arms=tuple(replace(EXPERIMENT.arms[0], name=n) for n in "ab"))
     rows = tuple(support.make_result(arm, seed, m) for arm, seeds in results.items() for seed, m in seeds.items())
@@ -248,21 +248,25 @@ def test_a_weak_experiment_does_not_contradict_a_claim():
 
 
 def test_a_rule_may_have_two_bounds():
-    values = {"at_least": 0.85, "at_most": 1.15}
-    assert conclude([1.0, 1.01, 0.99], **values).verdict == "confirmed"
-    assert conclude([0.5, 0.51, 0.49], **values).verdict == "contradicted"
-    assert conclude([1.5, 1.51, 1.49], **values).verdict == "contradicted"
-    assert conclude([1.1, 1.2, 1.0], **values).verdict == "inconclusive"
-    assert conclude([1.0], **values).rule.bound == "loss of a between 0.85 and 1.15"
+    formula = "0.85 <= loss of a <= 1.15"
+    assert conclude([1.0, 1.01, 0.99], formula).verdict == "confirmed"
+    assert conclude([0.5, 0.51, 0.49], formula).verdict == "contradicted"
+    assert conclude([1.5, 1.51, 1.49], formula).verdict == "contradicted"
+    assert conclude([1.1, 1.2, 1.0], formula).verdict == "inconclusive"
+    assert conclude([1.0], formula).rule.bound == "loss of a between 0.85 and 1.15"
 
 
 def test_a_number_near_the_bound_is_told_from_it():
-    assert "95 % interval 0.99004 to" in conclude([0.99004, 0.99004, 0.99004], at_most=0.99).sentence()
+    assert "95 % interval 0.99004 to" in conclude([0.99004, 0.99004, 0.99004], "loss of a <= 0.99").sentence()
 
 
 def test_a_rule_that_was_added_later_says_so():
-    assert conclude([1.0], at_most=2.0, late="the rule").sentence().endswith("2; the rule was added after results).")
-    page = Report(replace(EXPERIMENT, rules=(replace(EXPERIMENT.rules[0], late="the rule"),)), ()).to_markdown()
+    assert (
+        conclude([1.0], "loss of a <= 2.0", added_later="the rule")
+        .sentence()
+        .endswith("2; the rule was added after results).")
+    )
+    page = Report(replace(EXPERIMENT, rules=(replace(EXPERIMENT.rules[0], added_later="the rule"),)), ()).to_markdown()
     assert "fixed before the runs, except where it says otherwise:" in page
 
 
@@ -287,14 +291,14 @@ def test_seeds_are_compared_with_themselves():
         "a": {seed: {"loss": 3.0 + seed} for seed in range(3)},
         "b": {seed: {"loss": 3.1 + seed + 1e-4 * seed} for seed in range(4)},
     }
-    rule = Rule(statement="b is worse", metric="loss", arm="b", quantity="difference", other="a", at_least=0.05)
+    rule = Rule("b is worse", "loss of b - loss of a >= 0.05")
     found = rule.conclude(results)
     assert (found.verdict, found.seeds) == ("confirmed", 3)
 
 
 def test_a_rule_reads_points_of_curves():
     results = {"a": {seed: {"loss": {"1": 2.0, "6": 12.0 + seed / 10}} for seed in range(3)}}
-    rule = Rule(statement="worse", metric="loss", arm="a", at="6", quantity="ratio", other_at="1", at_least=5.0)
+    rule = Rule("worse", "loss of a at 6 / loss of a at 1 >= 5")
     assert rule.conclude(results).verdict == "confirmed"
     assert rule.bound == "loss of a at 6 divided by loss of a at 1 at least 5"
 

@@ -10,16 +10,14 @@ import torch
 from monoblock.config.families import gpt, vaswani
 from monoblock.data.batching.shards import TokenDataset
 from monoblock.errors import ConfigError
-from monoblock.experiments.costs.kv_cache import cache_bytes, count_positions
-from monoblock.experiments.costs.scale import jacobian_norm
-from monoblock.experiments.costs.sparse import Options as SparseOptions
-from monoblock.experiments.costs.time_and_memory import saved_bytes
+from monoblock.experiments import translation as backtranslation
+from monoblock.experiments.attention import SparseOptions, jacobian_norm
+from monoblock.experiments.blocks import fit_line, predict_last, summarize
+from monoblock.experiments.decoding import cache_bytes, count_positions
+from monoblock.experiments.depth import ROWS, initial_norms, trained_gradients, trained_norms
 from monoblock.experiments.frame.training import training_metrics
-from monoblock.experiments.models import backtranslation
-from monoblock.experiments.models.gradients import ROWS, initial_norms, trained_norms
-from monoblock.experiments.models.norms import neighbour_change
-from monoblock.experiments.models.residuals import trained_gradients
-from monoblock.experiments.models.scaling_law import fit_line, predict_last, summarize
+from monoblock.experiments.norms import neighbour_change
+from monoblock.experiments.time_and_memory import saved_bytes
 from monoblock.model import Transformer
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.loaded_model import LoadedModel

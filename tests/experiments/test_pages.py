@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from monoblock.experiments.frame.pages import read_note
-from monoblock.experiments.frame.report import Report
-from monoblock.experiments.frame.results import SPEED_KEYS, read_results
-from monoblock.experiments.names import EXPERIMENTS
-from monoblock.experiments.table import load_experiment
+from monoblock.experiments.frame.report import Report, read_note
+from monoblock.experiments.frame.results import read_results
+from monoblock.experiments.frame.settings import SPEED_KEYS
+from monoblock.experiments.names import EXPERIMENTS, load_experiment
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -8,12 +8,12 @@ import experiment_support as support
 import pytest
 
 from monoblock.cli.main import run
+from monoblock.experiments import recurrence
 from monoblock.experiments.claims import CLAIMS
-from monoblock.experiments.frame.results import read_results, recipe_changes, trial_settings
+from monoblock.experiments.frame.results import read_results
 from monoblock.experiments.frame.runner import Request, plan_trials
-from monoblock.experiments.models import recurrence
-from monoblock.experiments.names import EXPERIMENTS
-from monoblock.experiments.table import load_experiment
+from monoblock.experiments.frame.settings import recipe_changes, trial_settings
+from monoblock.experiments.names import EXPERIMENTS, load_experiment
 from monoblock.recipes.parse import parse_value
 from monoblock.runs.recipe import build_model_config, read_recipe
 
@@ -66,11 +66,10 @@ def test_a_record_is_consistent(name):
     assert {*record.default_arms, *record.smoke_arms} <= set(names)
     derived = {"fit"} if record.summarize is not None else set()
     for rule in record.rules:
-        assert {rule.arm, rule.other or rule.arm} <= {*names, *derived}
-        known = {*record.columns, *record.curves}
-        assert rule.metric in known
-        assert (rule.other_metric or rule.metric) in known
-        assert (rule.at is not None) == (rule.metric in record.curves)
+        for term in filter(None, (rule.bounded.first, rule.bounded.second)):
+            assert term.arm in {*names, *derived}
+            assert term.metric in {*record.columns, *record.curves}
+            assert (term.at is not None) == (term.metric in record.curves)
 
 
 @pytest.mark.parametrize("name", [name for name, record in RECORDS.items() if record.recipe])
@@ -191,7 +190,7 @@ def test_the_plan_names_the_corpus_that_stands_in(tmp_path, capsys):
 @pytest.fixture
 def standing_in(monkeypatch, tmp_path):
     """The words of a call of an experiment whose corpus is not there."""
-    monkeypatch.setattr("monoblock.experiments.table.load_experiment", lambda name: support.STANDING_IN)
+    monkeypatch.setattr("monoblock.experiments.names.load_experiment", lambda name: support.STANDING_IN)
     (tmp_path / "data").mkdir()
     return ["compare", "any", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
 

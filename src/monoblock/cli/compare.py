@@ -52,11 +52,10 @@ class Compare:
     as_json: bool = json_option()
 
     def run(self) -> None:
-        from monoblock.experiments.frame.pages import write_page
-        from monoblock.experiments.frame.report import Report
+        from monoblock.experiments.frame.report import Report, write_page
         from monoblock.experiments.frame.results import check_writable
         from monoblock.experiments.frame.runner import Request, count_hidden, plan_trials, run_trials, select_results
-        from monoblock.experiments.table import load_experiment
+        from monoblock.experiments.names import load_experiment
 
         if self.experiment is None:
             raise ConfigError("name an experiment, such as residuals; monoblock compare --help lists them")
@@ -121,7 +120,7 @@ def _split_overrides(words: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str,
 
 def _print_plan(record: Experiment, request: Request, as_json: bool) -> None:
     from monoblock.experiments.frame.runner import plan_trials
-    from monoblock.experiments.frame.stand_in import describe_stand_in
+    from monoblock.experiments.frame.settings import describe_stand_in
 
     trials = plan_trials(record, request)
     plan = _plan(record, trials)
@@ -148,8 +147,7 @@ def _print_plan(record: Experiment, request: Request, as_json: bool) -> None:
 
 def _plan(record: Experiment, trials: list[Trial]) -> dict[str, Any]:
     """Return what a call would run, and by which rules it would be judged."""
-    from monoblock.experiments.frame.results import trial_settings
-    from monoblock.experiments.frame.stand_in import find_stand_in
+    from monoblock.experiments.frame.settings import find_stand_in, trial_settings
 
     chosen = {trial.arm.name for trial in trials}
     first = next((trial for trial in trials if trial.arm.uses_recipe), trials[0])
@@ -177,7 +175,7 @@ def _save_and_print(report: Report, folder: Path, as_json: bool) -> None:
     import json
 
     from monoblock.errors import FileError
-    from monoblock.experiments.frame.pages import plot_report
+    from monoblock.experiments.frame.report import plot_report
     from monoblock.untrusted_files import write_atomically
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
-from monoblock.experiments.frame.toy_data import ToyKind
 
+ToyKind = Literal["text", "pairs", ""]
 SeedResults = Mapping[str, Mapping[int, Mapping[str, Any]]]  # arm -> seed -> metrics
 Metrics = dict[str, Any]  # name -> number, or a curve: a dict from a point, such as a length, to a number
 

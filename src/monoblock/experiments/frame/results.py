@@ -12,22 +12,17 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from monoblock.errors import FileError
-from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
-from monoblock.experiments.frame.toy_data import toy_path
+from monoblock.experiments.frame.experiment import Metrics
+from monoblock.experiments.frame.settings import SPEED_KEYS
 from monoblock.untrusted_files import open_regular, open_to_write
 
 RESULTS_FILE = "results.jsonl"
-CORPUS = "data.corpus="
-# Keys of a recipe that change how long a trial takes: trials that differ in them are compared, and the page names the
-# keys. They change what is learned only by rounding, except that translation with train.compile=graphs has batches of
-# one shape, and otherwise batches of similar lengths.
-SPEED_KEYS = ("train.compile", "train.workers", "train.device")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,43 +54,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def trial_settings(experiment: Experiment, trial: Trial) -> dict[str, Any]:
-    """Return all that the result of a trial depends on, besides arm, seed and machine."""
-    settings: dict[str, Any] = {
-        "recipe": trial.arm.recipe or experiment.recipe,
-        "changes": list(recipe_changes(experiment, trial)),
-        "options": plain_options(trial.options),
-        "smoke": trial.smoke,
-    }
-    if trial.arm.is_timed:
-        settings["speed"] = [change for change in settings["changes"] if change.partition("=")[0] in SPEED_KEYS]
-    return settings
-
-
-def plain_options(options: Any) -> dict[str, Any]:
-    """Return the options on which a result depends, as they are after a round trip through JSON."""
-    chosen = {one.name: getattr(options, one.name) for one in fields(options) if not one.metadata.get("selects")}
-    plain: dict[str, Any] = json.loads(json.dumps(chosen, default=str))
-    return plain
-
-
-def recipe_changes(experiment: Experiment, trial: Trial) -> tuple[str, ...]:
-    """Return the overrides of the recipe of a trial, without the seed; later ones win."""
-    toy = [f"{CORPUS}{toy_path(experiment.toy, trial.folder)}"] if trial.smoke and experiment.toy else []
-    options = plain_options(trial.options)
-    own = own_changes(experiment, trial.arm, options, smoke=trial.smoke, stands_in=trial.stands_in)
-    return (*toy, *own, *trial.overrides)
-
-
-def own_changes(
-    experiment: Experiment, arm: Arm | None, options: Mapping[str, Any], *, smoke: bool, stands_in: bool
-) -> tuple[str, ...]:
-    """Return the overrides that an experiment and an arm make in every call with these options; later ones win."""
-    changes = experiment.changes if experiment.other_recipe(options) is None else ()
-    further = experiment.smoke if smoke else experiment.stand_in if stands_in else ()
-    return (*changes, *further, *(arm.changes if arm is not None else ()))
 
 
 def append_result(path: Path, result: Result) -> None:

@@ -10,10 +10,12 @@ does not vary with the seed.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 # The 97.5 % quantiles of Student's t distribution for 1 to 30 degrees of freedom; 1.96 is used beyond.
 T_QUANTILES = (
@@ -26,45 +28,91 @@ Verdict = Literal["confirmed", "contradicted", "inconclusive", "not measured"]
 SeedMetrics = Mapping[int, Mapping[str, Any]]  # the metrics of an arm for every seed
 
 
-@dataclass(frozen=True, kw_only=True)
+TERM = r"(\w+) of ([\w.-]+)(?: at ([\w.]+))?"
+NUMBER = r"-?[\d.]+(?:e-?\d+)?"
+FORMULA = re.compile(rf"(?:({NUMBER}) <= )?{TERM}(?: ([/-]) {TERM})?(?: (<=|>=) ({NUMBER}))?")
+
+
+class Term(NamedTuple):
+    """A metric of an arm, or a point of it if it is a curve."""
+
+    metric: str
+    arm: str
+    at: str | None
+
+    def read(self, metrics: Mapping[str, Any]) -> float | None:
+        """Return the number: NaN if there is none, and None if it was not finite, which results store as None."""
+        value = metrics.get(self.metric, math.nan)
+        value = value.get(self.at, math.nan) if isinstance(value, Mapping) else value
+        return None if value is None else float(value) if isinstance(value, int | float) else math.nan
+
+    def __str__(self) -> str:
+        return f"{self.metric} of {self.arm}" + (f" at {self.at}" if self.at is not None else "")
+
+
+class Bounded(NamedTuple):
+    """What a formula says: a term, or a ratio or a difference of two, between two bounds."""
+
+    first: Term
+    second: Term | None
+    is_ratio: bool
+    least: float | None
+    most: float | None
+
+    def combine(self, first: float, second: float) -> float:
+        if self.second is None:
+            return first
+        return first - second if not self.is_ratio else first / second if second else math.inf
+
+    def __str__(self) -> str:
+        words = str(self.first)
+        if self.second is not None:
+            words += f" {'divided by' if self.is_ratio else 'minus'} {self.second}"
+        if self.least is not None and self.most is not None:
+            return f"{words} between {self.least:g} and {self.most:g}"
+        return f"{words} at most {self.most:g}" if self.least is None else f"{words} at least {self.least:g}"
+
+
+@dataclass(frozen=True)
 class Rule:
     """A statement that is true if a number is large enough, small enough, or between two bounds."""
 
     statement: str  # in words: "ALiBi loses at most 1 % at six times the training length"
-    metric: str
-    arm: str
-    at: str | None = None  # the point of the curve, if the metric is one
-    quantity: Literal["value", "difference", "ratio"] = "value"  # of arm, arm - other, or arm / other
-    other: str | None = None  # the other arm; None: the same
-    other_at: str | None = None  # the point for the other arm; None: the same
-    other_metric: str | None = None  # the metric of the other arm; None: the same
-    at_least: float | None = None
-    at_most: float | None = None
+    # METRIC of ARM [at POINT], alone, divided by another one or less another one, with one bound or two:
+    # "perplexity of alibi at 6 / perplexity of alibi at 1 <= 1.01", "0.98 <= accuracy of lstm <= 1.02"
+    formula: str
     is_exact: bool = False  # the number does not vary with the seed, so that one is enough
     condition: Rule | None = None  # a rule that must be confirmed, or this one is inconclusive
-    late: str = ""  # what was added when there were results already: "the rule", "the lower bound", "the condition"
+    added_later: str = ""  # what was added when there were results already: "the rule", "the lower bound"
 
-    def __post_init__(self) -> None:
-        assert self.at_least is not None or self.at_most is not None, "a rule has a bound"
+    @cached_property
+    def bounded(self) -> Bounded:
+        match = FORMULA.fullmatch(self.formula)
+        assert match is not None, f"not a formula: {self.formula}"
+        low, *terms, sign, bound = match.groups()
+        least, most = low or (bound if sign == ">=" else None), bound if sign == "<=" else None
+        assert least or most, f"a rule has a bound: {self.formula}"
+        second = Term(*terms[4:]) if terms[3] else None
+        return Bounded(
+            Term(*terms[:3]), second, terms[3] == "/", *(None if x is None else float(x) for x in (least, most))
+        )
 
     @property
     def bound(self) -> str:
-        if self.at_least is not None and self.at_most is not None:
-            words = f"between {self.at_least:g} and {self.at_most:g}"
-        else:
-            words = f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
-        return f"{self._quantity_in_words()} {words}" + (f"; {self.late} was added after results" if self.late else "")
-
-    def _quantity_in_words(self) -> str:
-        mine = _describe(self.metric, self.arm, self.at)
-        if self.quantity == "value":
-            return mine
-        other = _describe(self.other_metric or self.metric, self.other or self.arm, self.other_at or self.at)
-        return f"{mine} {'minus' if self.quantity == 'difference' else 'divided by'} {other}"
+        """The number and its bounds in words."""
+        return f"{self.bounded}" + (f"; {self.added_later} was added after results" if self.added_later else "")
 
     def conclude(self, results: Mapping[str, SeedMetrics]) -> Conclusion:
         """Apply the rule to the metrics of all arms and seeds."""
-        values, missing = self._values(results), self._count_not_finite(results)
+        first, second = self.bounded.first, self.bounded.second or self.bounded.first
+        mine, others = results.get(first.arm, {}), results.get(second.arm, {})
+        values, missing = list[float](), 0
+        for seed in sorted(set(mine) & set(others)):
+            a, b = first.read(mine[seed]), second.read(others[seed])
+            if a is None or b is None:
+                missing += 1
+            elif not math.isnan(a) and not math.isnan(value := self.bounded.combine(a, b)):
+                values.append(value)
         if missing:
             reason = f"{missing} of {missing + len(values)} seeds have no finite number"
             return Conclusion(self, "inconclusive", reason=reason)
@@ -80,37 +128,11 @@ class Rule:
         return Conclusion(self, self._verdict(low, high), mean, (low, high), len(values))
 
     def _verdict(self, low: float, high: float) -> Verdict:
-        least = -math.inf if self.at_least is None else self.at_least
-        most = math.inf if self.at_most is None else self.at_most
+        least = -math.inf if self.bounded.least is None else self.bounded.least
+        most = math.inf if self.bounded.most is None else self.bounded.most
         if low >= least and high <= most:
             return "confirmed"
         return "contradicted" if high < least or low > most else "inconclusive"
-
-    def _count_not_finite(self, results: Mapping[str, SeedMetrics]) -> int:
-        """Return for how many seeds a metric of the rule was not finite, which results store as None."""
-        mine, others = results.get(self.arm, {}), results.get(self.other or self.arm, {})
-        return sum(
-            _is_not_finite(mine[seed], self.metric, self.at)
-            or _is_not_finite(others[seed], self.other_metric or self.metric, self.other_at or self.at)
-            for seed in set(mine) & set(others)
-        )
-
-    def _values(self, results: Mapping[str, SeedMetrics]) -> list[float]:
-        """Return the number of every seed for which both arms have the metric."""
-        mine, others = results.get(self.arm, {}), results.get(self.other or self.arm, {})
-        values = []
-        for seed in sorted(set(mine) & set(others)):
-            first = _read(mine[seed], self.metric, self.at)
-            second = _read(others[seed], self.other_metric or self.metric, self.other_at or self.at)
-            if first is None or (second is None and self.quantity != "value"):
-                continue
-            if self.quantity == "value":
-                values.append(first)
-            elif self.quantity == "difference":
-                values.append(first - second)  # type: ignore[operator]
-            else:
-                values.append(first / second if second else math.inf)
-        return [value for value in values if not math.isnan(value)]
 
 
 @dataclass(frozen=True)
@@ -149,7 +171,7 @@ class Conclusion:
 
     def _format(self, value: float) -> str:
         """Write a number with four digits, or with as many as tell it from the bounds of the rule."""
-        bounds = [bound for bound in (self.rule.at_least, self.rule.at_most) if bound is not None]
+        bounds = (self.rule.bounded.least, self.rule.bounded.most)
         texts = [f"{value:.{digits}g}" for digits in range(4, 9)]
         return next((text for text in texts if value in bounds or float(text) not in bounds), texts[-1])
 
@@ -174,19 +196,3 @@ def confidence_interval(values: list[float]) -> tuple[float, float]:
     quantile = T_QUANTILES[freedom - 1] if freedom <= len(T_QUANTILES) else 1.96
     half = quantile * statistics.stdev(values) / math.sqrt(len(values))
     return statistics.fmean(values) - half, statistics.fmean(values) + half
-
-
-def _read(metrics: Mapping[str, Any], name: str, at: str | None) -> float | None:
-    value = metrics.get(name)
-    if isinstance(value, Mapping):
-        value = value.get(at)
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _is_not_finite(metrics: Mapping[str, Any], name: str, at: str | None) -> bool:
-    value = metrics.get(name, 0.0)
-    return (value.get(at, 0.0) if isinstance(value, Mapping) else value) is None
-
-
-def _describe(metric: str, arm: str, at: str | None) -> str:
-    return f"{metric} of {arm}" + (f" at {at}" if at is not None else "")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
@@ -15,22 +16,19 @@ from typing import Any
 
 import torch
 
-from monoblock.errors import ConfigError
+from monoblock.config.schema import from_dict
+from monoblock.errors import ConfigError, did_you_mean
 from monoblock.experiments.frame.experiment import Arm, Experiment, Trial
 from monoblock.experiments.frame.jobs import Job, run_jobs
-from monoblock.experiments.frame.options import parse_arms, parse_options, parse_seeds
-from monoblock.experiments.frame.results import (
-    RESULTS_FILE,
-    Result,
-    append_result,
-    check_writable,
-    read_results,
+from monoblock.experiments.frame.results import RESULTS_FILE, Result, append_result, check_writable, read_results
+from monoblock.experiments.frame.settings import (
+    describe_stand_in,
+    needs_stand_in,
     recipe_changes,
     trial_settings,
+    write_toy_corpus,
 )
-from monoblock.experiments.frame.stand_in import describe_stand_in, needs_stand_in
-from monoblock.experiments.frame.toy_data import write_toy_corpus
-from monoblock.experiments.table import load_experiment
+from monoblock.experiments.names import load_experiment
 from monoblock.kernels.cpu.processor import processor_name
 from monoblock.metrics.format import format_metric
 from monoblock.runs.recipe import build_model_config, read_recipe
@@ -273,3 +271,45 @@ def machine_name() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return f"{processor_name()}, torch {torch.__version__}"
+
+
+MAX_SEED = 2**63 - 1  # the largest that torch takes
+
+
+def parse_options(cls: type, values: Mapping[str, Any]) -> Any:
+    """Build the options of an experiment from key=value arguments; `cls` is its dataclass of options."""
+    known = [*cls.__dataclass_fields__, "seeds", "arms"]  # type: ignore[attr-defined]
+    for key in values:
+        if key not in known:
+            raise ConfigError(
+                f"this experiment has no option {key}=; its options are {', '.join(f'{one}=' for one in known)}"
+                f"{did_you_mean(key, known)}"
+            )
+    try:
+        return from_dict(cls, dict(values))
+    except ConfigError as problem:
+        raise ConfigError(str(problem).removeprefix(f"{cls.__name__}.")) from None
+
+
+def parse_arms(words: str, known: Sequence[str]) -> list[str]:
+    """Parse a comma-separated list of arms, in which * stands for any text; keep the order of `known`."""
+    patterns = [word.strip() for word in words.split(",") if word.strip()]
+    if not patterns:
+        raise ConfigError(f"arms= names no arm; the arms are {', '.join(known)}, and arms=* is all of them")
+    for pattern in patterns:
+        if not any(fnmatchcase(arm, pattern) for arm in known):
+            raise ConfigError(
+                f"this experiment has no arm {pattern!r}; its arms are {', '.join(known)}{did_you_mean(pattern, known)}"
+            )
+    return [arm for arm in known if any(fnmatchcase(arm, pattern) for pattern in patterns)]
+
+
+def parse_seeds(words: str | int) -> list[int]:
+    """Parse a comma-separated list of seeds."""
+    try:
+        seeds = list(dict.fromkeys(int(word) for word in str(words).split(",")))
+    except ValueError:
+        raise ConfigError(f"seeds={words!r} is not a list of whole numbers; write seeds=1,2,3") from None
+    if not all(0 <= seed <= MAX_SEED for seed in seeds):
+        raise ConfigError(f"seeds={words!r} has a seed that is not between 0 and {MAX_SEED}")
+    return seeds

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.experiments.frame.experiment import Metrics, Trial
-from monoblock.experiments.frame.results import recipe_changes
 from monoblock.experiments.frame.runner import find_experiment
+from monoblock.experiments.frame.settings import recipe_changes
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.account import account

@@ -6,6 +6,8 @@ CUDA graphs, and several arms share the GPU (--jobs 8) with little loss. The see
 
 from __future__ import annotations
 
+from typing import Any
+
 # WikiText-2 by words: 2,000 steps of 8,192 words, eight passes over the corpus.
 LANGUAGE_MODEL = (
     *("model.width=256", "model.depth=6", "model.heads=8", "model.hidden=1024", "model.context=256"),
@@ -39,3 +41,12 @@ TRANSLATION_SMOKE = (
     *("train.average_checkpoints=0", "train.save_every=0", "train.eval_every=0"),
     *("generate.max_new_tokens=8", "generate.scored_rows=0"),
 )
+
+# What experiments that train small language models share.
+WORD_TRIALS: dict[str, Any] = {
+    "recipe": "wikitext2",
+    "stand_in": TEXT_STAND_IN,
+    "toy": "text",
+    "data": "WikiText-2 by words, test split",
+}
+SUBWORD_TRIALS = {**WORD_TRIALS, "data": "WikiText-2 by 4,096 subwords, test split"}

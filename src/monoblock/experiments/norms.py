@@ -18,7 +18,7 @@ from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Tri
 from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import load_run, train_run, training_metrics
-from monoblock.experiments.models.reversal import accuracy_by_length, parse_lengths, strings_folder, write_strings
+from monoblock.experiments.reversal import accuracy_by_length, parse_lengths, strings_folder, write_strings
 from monoblock.model import Transformer
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.account import account
@@ -28,7 +28,7 @@ SHORT, LONG = 10, 50  # letters of the text whose logits are compared, and of it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class NormOptions:
     lengths: str | int = "10,50,100"  # of the strings to reverse; training has all lengths up to the last
     pairs: int = 100_000  # training pairs
     limit: int | None = None  # evaluate on at most this many test strings of each length
@@ -39,16 +39,16 @@ class Options:
         parse_lengths(self.lengths)
 
 
-def before(trial: Trial) -> tuple[Job, ...]:
+def write_norm_strings(trial: Trial) -> tuple[Job, ...]:
     options = trial.options
     folder = strings_folder(trial.folder, parse_lengths(options.lengths), options.pairs)
     return (Job("pairs", write_strings, (folder, parse_lengths(options.lengths), options.pairs)),)
 
 
-def measure(trial: Trial) -> Iterator[str | Metrics]:
+def measure_norms(trial: Trial) -> Iterator[str | Metrics]:
     """Train a model that reverses strings; measure its accuracy by length and the effect of a neighbour."""
     lengths = parse_lengths(trial.options.lengths)
-    folder, recipe = strings_folder(trial.folder, lengths, trial.options.pairs), _recipe(trial)
+    folder, recipe = strings_folder(trial.folder, lengths, trial.options.pairs), _norm_recipe(trial)
     yield from train_run(recipe, trial.run_folder, trial.data)
     pipe = load_run(trial.run_folder, recipe)
     assert isinstance(pipe.model, Transformer)
@@ -84,20 +84,32 @@ def neighbour_change(model: Transformer, seed: int) -> float:
     return float((joined - alone).abs().max() / alone.std())
 
 
-def _recipe(trial: Trial) -> Recipe:
+def _norm_recipe(trial: Trial) -> Recipe:
     lengths = parse_lengths(trial.options.lengths)
     corpus = strings_folder(trial.folder, lengths, trial.options.pairs) / "corpus"
-    changes = [f"data.corpus={corpus}", f"model.context={max(lengths) + 4}", *BUDGET, *(SMOKE if trial.smoke else ())]
+    changes = [
+        f"data.corpus={corpus}",
+        f"model.context={max(lengths) + 4}",
+        *NORM_BUDGET,
+        *(NORM_SMOKE if trial.smoke else ()),
+    ]
     return read_recipe("reverse", [*changes, *trial.arm.changes, *trial.overrides, f"train.seed={trial.seed}"])
 
 
-BUDGET = (
+NORM_BUDGET = (
     *("train.steps=4000", "train.batch=128", "model.width=128", "model.heads=4", "model.depth=2", "train.lr=2e-3"),
     *("model.dropout=0.0", "train.eval_every=1000", "train.save_every=0", "generate.scored_rows=0", "train.compile=no"),
     *("train.optimizer=adamw", "train.warmup=200"),
 )
-SMOKE = ("model.width=16", "model.heads=2", "train.steps=3", "train.batch=4", "train.warmup=1", "train.eval_every=0")
-EXPERIMENT = Experiment(
+NORM_SMOKE = (
+    "model.width=16",
+    "model.heads=2",
+    "train.steps=3",
+    "train.batch=4",
+    "train.warmup=1",
+    "train.eval_every=0",
+)
+NORMS = Experiment(
     name="norms",
     claim="LayerNorm treats every position on its own, so it works with sequences of different lengths, where "
     "BatchNorm mixes statistics; RMSNorm does as well as LayerNorm",
@@ -111,11 +123,11 @@ EXPERIMENT = Experiment(
             ("none", "no norm"),
         )
     ),
-    measure=measure,
-    before=before,
+    measure=measure_norms,
+    before=write_norm_strings,
     recipe="reverse",
-    changes=BUDGET,
-    options=Options,
+    changes=NORM_BUDGET,
+    options=NormOptions,
     smoke_options={"lengths": "2,4", "pairs": 60, "limit": 4},
     budget="4,000 steps of 128 pairs for every arm",
     data="100,000 random strings of 2 to 100 letters and their reversal; tested on 500 strings of each length",
@@ -126,34 +138,20 @@ EXPERIMENT = Experiment(
     curves={"reversal_accuracy": "length", "loss_by_step": "step"},
     rules=(
         Rule(
-            statement="with LayerNorm, a neighbour in the batch changes every logit by less than 0.1 % of a deviation",
-            metric="neighbour_change",
-            arm="layer",
-            at_most=0.001,
+            "with LayerNorm, a neighbour in the batch changes every logit by less than 0.1 % of a deviation",
+            "neighbour_change of layer <= 0.001",
         ),
         Rule(
-            statement="with BatchNorm, a neighbour in the batch changes a logit by at least a tenth of a deviation",
-            metric="neighbour_change",
-            arm="batch",
-            at_least=0.1,
+            "with BatchNorm, a neighbour in the batch changes a logit by at least a tenth of a deviation",
+            "neighbour_change of batch >= 0.1",
         ),
         Rule(
-            statement="with BatchNorm, at least 5 points fewer strings of 50 letters are reversed than with LayerNorm",
-            metric="reversal_accuracy",
-            arm="layer",
-            at="50",
-            quantity="difference",
-            other="batch",
-            at_least=0.05,
+            "with BatchNorm, at least 5 points fewer strings of 50 letters are reversed than with LayerNorm",
+            "reversal_accuracy of layer at 50 - reversal_accuracy of batch at 50 >= 0.05",
         ),
         Rule(
-            statement="with RMSNorm, at most 2 points fewer strings of 50 letters are reversed than with LayerNorm",
-            metric="reversal_accuracy",
-            arm="layer",
-            at="50",
-            quantity="difference",
-            other="rms",
-            at_most=0.02,
+            "with RMSNorm, at most 2 points fewer strings of 50 letters are reversed than with LayerNorm",
+            "reversal_accuracy of layer at 50 - reversal_accuracy of rms at 50 <= 0.02",
         ),
     ),
     reading="`skipped` is the number of updates that the trainer left out because the gradient was suddenly large. An "

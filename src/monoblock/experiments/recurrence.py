@@ -24,11 +24,10 @@ from monoblock.config.schema import check_at_least, check_types
 from monoblock.errors import ConfigError
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.jobs import Job
-from monoblock.experiments.frame.results import recipe_changes
 from monoblock.experiments.frame.rules import Rule
-from monoblock.experiments.frame.toy_data import toy_path, write_toy_corpus
+from monoblock.experiments.frame.settings import recipe_changes, toy_path, write_toy_corpus
 from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics
-from monoblock.experiments.models.reversal import (
+from monoblock.experiments.reversal import (
     accuracy_by_length,
     parse_lengths,
     strings_folder,
@@ -111,7 +110,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
 
 
 def _recipe(trial: Trial) -> Recipe:
-    changes = [*_data_changes(trial), *recipe_changes(EXPERIMENT, trial)]
+    changes = [*_data_changes(trial), *recipe_changes(RECURRENCE, trial)]
     recipe = read_recipe(trial.options.recipe, [*changes, f"train.seed={trial.seed}"])
     if trial.arm.name == "transformer":
         return recipe
@@ -173,7 +172,7 @@ SMOKE = (
     *("train.warmup=1", "train.compile=no", "train.workers=0", "train.eval_every=0", "train.save_every=0"),
     *("train.average_checkpoints=0", "generate.scored_rows=0", "generate.max_new_tokens=8"),
 )
-EXPERIMENT = Experiment(
+RECURRENCE = Experiment(
     name="recurrence",
     claim="a recurrent model must carry a sequence through one vector and forgets long ones; attention reaches every "
     "token in one step",
@@ -197,33 +196,18 @@ EXPERIMENT = Experiment(
     rules=(
         *(
             Rule(
-                statement=f"at {length} letters, the LSTM without attention is 20 points or more behind",
-                metric="reversal_accuracy",
-                arm="transformer",
-                at=str(length),
-                quantity="difference",
-                other="lstm",
-                at_least=0.2,
+                f"at {length} letters, the LSTM without attention is 20 points or more behind",
+                f"reversal_accuracy of transformer at {length!s} - reversal_accuracy of lstm at {length!s} >= 0.2",
             )
             for length in (5, 10, 20, 40, 80)
         ),
         Rule(
-            statement="the LSTM with attention reverses 40 letters at most 5 points worse than the Transformer",
-            metric="reversal_accuracy",
-            arm="transformer",
-            at="40",
-            quantity="difference",
-            other="lstm-attention",
-            at_most=0.05,
+            "the LSTM with attention reverses 40 letters at most 5 points worse than the Transformer",
+            "reversal_accuracy of transformer at 40 - reversal_accuracy of lstm-attention at 40 <= 0.05",
         ),
         Rule(
-            statement="a training pass of the LSTM takes at least 5 times as long at 80 letters as at 10",
-            metric="pass_milliseconds",
-            arm="lstm",
-            at="80",
-            quantity="ratio",
-            other_at="10",
-            at_least=5.0,
+            "a training pass of the LSTM takes at least 5 times as long at 80 letters as at 10",
+            "pass_milliseconds of lstm at 80 / pass_milliseconds of lstm at 10 >= 5",
         ),
     ),
     reading="An answer counts if every letter is right. The length at which the LSTM without attention falls behind is "

@@ -21,11 +21,11 @@ from monoblock.baselines.carried import CarriedLoss
 from monoblock.baselines.lstm import Recurrent
 from monoblock.config.schema import check_positive, check_types
 from monoblock.errors import ConfigError
+from monoblock.experiments.budgets import TEXT_SMOKE
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.runner import read_trial_results
 from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics, trial_recipe
-from monoblock.experiments.models.budgets import TEXT_SMOKE
 from monoblock.metrics.text import perplexity
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.account import account
@@ -208,17 +208,16 @@ def _arms() -> Iterator[Arm]:
 
 
 IS_FAIR = Rule(
-    statement="the comparison is fair: the LSTM reaches a test perplexity of 100 or less",
-    metric="test_perplexity",
-    arm="lstm",
-    at_most=100.0,
+    "the comparison is fair: the LSTM reaches a test perplexity of 100 or less", "test_perplexity of lstm <= 100"
 )
 
 
 def _best(arm: str, other: str, words: str) -> Rule:
-    bound = {"metric": "test_perplexity", "quantity": "ratio", "at_most": 0.97}
-    late = "the condition that the comparison is fair"
-    return Rule(statement=words, arm=arm, other=other, condition=IS_FAIR, late=late, **bound)  # type: ignore[arg-type]
+    """Bound the test perplexity of an arm, divided by that of another arm, if the comparison is fair."""
+    later = "the condition that the comparison is fair"
+    return Rule(
+        words, f"test_perplexity of {arm} / test_perplexity of {other} <= 0.97", condition=IS_FAIR, added_later=later
+    )
 
 
 EXPERIMENT = Experiment(
@@ -254,32 +253,19 @@ EXPERIMENT = Experiment(
         _best("transformer", "lstm", "with equal tokens, the Transformer is at least 3 % better"),
         _best("transformer-time", "lstm-time", "with equal time, the Transformer is at least 3 % better"),
         Rule(
-            statement="exercise 8.9 as written: the Transformer has at least 3 % less training perplexity",
-            metric="training_perplexity",
-            arm="exercise-transformer",
-            quantity="ratio",
-            other="exercise-lstm",
-            at_most=0.97,
+            "exercise 8.9 as written: the Transformer has at least 3 % less training perplexity",
+            "training_perplexity of exercise-transformer / training_perplexity of exercise-lstm <= 0.97",
         ),
         Rule(
-            statement="the models have as many parameters, within 2 %",
-            metric="parameters",
-            arm="lstm",
-            quantity="ratio",
-            other="transformer",
-            at_least=0.98,
-            at_most=1.02,
+            "the models have as many parameters, within 2 %",
+            "0.98 <= parameters of lstm / parameters of transformer <= 1.02",
             is_exact=True,
-            late="the lower bound",
+            added_later="the lower bound",
         ),
         Rule(
-            statement="the Transformer needs at least 3 % less time for the same number of tokens",
-            metric="seconds_training",
-            arm="transformer",
-            quantity="ratio",
-            other="lstm",
-            at_most=0.97,
-            late="the rule",
+            "the Transformer needs at least 3 % less time for the same number of tokens",
+            "seconds_training of transformer / seconds_training of lstm <= 0.97",
+            added_later="the rule",
         ),
     ),
     reading="A best rate at an end of its grid (see the rows of the search) means that a better one may lie beyond. "

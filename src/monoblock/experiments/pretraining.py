@@ -16,7 +16,7 @@ from monoblock.errors import ConfigError
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
-from monoblock.experiments.frame.toy_data import toy_path
+from monoblock.experiments.frame.settings import toy_path
 from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.recipe import read_recipe, task_of_recipe
@@ -118,15 +118,6 @@ EXPERIMENT = Experiment(
     budget="1,000 samples and the steps of the recipe; 1,200 steps of pretraining come on top for the arm spans",
     data="the task is to restore the vowels of two words of the King James Bible, the text of the pretraining",
     columns=("chrf", "accuracy", "validation_loss", "training_loss"),
-    rules=(
-        Rule(
-            statement="pretraining raises chrF by at least one point",
-            metric="chrf",
-            arm="spans",
-            quantity="difference",
-            other="none",
-            at_least=1.0,
-        ),
-    ),
+    rules=(Rule("pretraining raises chrF by at least one point", "chrf of spans - chrf of none >= 1"),),
     reading="Both arms see the same samples in the same order; the column accuracy counts exact matches.",
 )

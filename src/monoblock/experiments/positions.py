@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig
 from monoblock.config.positions import Scaling
+from monoblock.experiments.budgets import LANGUAGE_MODEL, TEXT_SMOKE, TEXT_STAND_IN
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import train_and_load, trial_recipe
-from monoblock.experiments.models.budgets import LANGUAGE_MODEL, TEXT_SMOKE, TEXT_STAND_IN
 from monoblock.metrics.text import perplexity
 from monoblock.model import Transformer
 from monoblock.recipes.schema import Recipe
@@ -97,16 +96,13 @@ def _arm(name: str, about: str, positions: str | None = None, *changes: str, **v
     return Arm(name=name, about=about, changes=(f"model.positions={positions or name}", *changes), values=values)
 
 
-def _bound_ratio(words: str, arm: str, *, times: int = 6, sliding: bool = False, **bound: Any) -> Rule:
+def _bound(words: str, arm: str, bound: str, *, times: int = 6, sliding: bool = False, added_later: str = "") -> Rule:
     """Bound the perplexity at six or sixteen times the training length, divided by that at the training length."""
+    metric = "perplexity_sliding" if sliding else "perplexity"
     return Rule(
-        statement=f"{words} {'in sliding windows of' if sliding else 'at'} {IN_WORDS[times]} times the training length",
-        metric="perplexity_sliding" if sliding else "perplexity",
-        arm=arm,
-        at=str(times),
-        quantity="ratio",
-        other_at="1",
-        **bound,
+        f"{words} {'in sliding windows of' if sliding else 'at'} {IN_WORDS[times]} times the training length",
+        f"{metric} of {arm} at {times} / {metric} of {arm} at 1 {bound}",
+        added_later=added_later,
     )
 
 
@@ -144,43 +140,28 @@ EXPERIMENT = Experiment(
     curves=dict.fromkeys(("perplexity", "perplexity_sliding"), "multiple of the training length"),
     logarithmic=True,
     rules=(
-        _bound_ratio(ALIBI_HOLDS, "alibi", at_most=1.01),
-        _bound_ratio(SINUSOIDS_FAIL, "sinusoidal", at_least=5.0),
-        _bound_ratio(SINUSOIDS_FAIL, "sinusoidal", sliding=True, at_least=5.0, late="the rule"),
-        _bound_ratio("rotary positions without scaling lose more than 10 %", "rotary", at_least=1.1),
+        _bound(ALIBI_HOLDS, "alibi", "<= 1.01"),
+        _bound(SINUSOIDS_FAIL, "sinusoidal", ">= 5"),
+        _bound(SINUSOIDS_FAIL, "sinusoidal", ">= 5", sliding=True, added_later="the rule"),
+        _bound("rotary positions without scaling lose more than 10 %", "rotary", ">= 1.1"),
         Rule(
-            statement="YaRN has at most 0.9 of the perplexity of rotary without scaling at six times the length",
-            metric="perplexity",
-            arm="rotary-yarn",
-            at="6",
-            quantity="ratio",
-            other="rotary",
-            at_most=0.9,
+            "YaRN has at most 0.9 of the perplexity of rotary without scaling at six times the length",
+            "perplexity of rotary-yarn at 6 / perplexity of rotary at 6 <= 0.9",
         ),
         Rule(
-            statement="at the training length, rotary positions are at least 1 % better than sinusoids",
-            metric="perplexity",
-            arm="rotary",
-            at="1",
-            quantity="ratio",
-            other="sinusoidal",
-            at_most=0.99,
+            "at the training length, rotary positions are at least 1 % better than sinusoids",
+            "perplexity of rotary at 1 / perplexity of sinusoidal at 1 <= 0.99",
         ),
-        _bound_ratio("sinusoids lose at most 10 % of perplexity", "sinusoidal", at_most=1.1, late="the rule"),
+        _bound("sinusoids lose at most 10 % of perplexity", "sinusoidal", "<= 1.1", added_later="the rule"),
         Rule(
-            statement="at six times the training length, rotary positions are at least 10 % better than sinusoids",
-            metric="perplexity",
-            arm="rotary",
-            at="6",
-            quantity="ratio",
-            other="sinusoidal",
-            at_most=0.9,
-            late="the rule",
+            "at six times the training length, rotary positions are at least 10 % better than sinusoids",
+            "perplexity of rotary at 6 / perplexity of sinusoidal at 6 <= 0.9",
+            added_later="the rule",
         ),
-        _bound_ratio(LONGER + SINUSOIDS_FAIL, "sinusoidal-long", at_least=5.0, late="this arm"),
-        _bound_ratio(LONGER + ALIBI_HOLDS, "alibi-long", at_most=1.01, late="this arm"),
-        _bound_ratio(LONGER + SINUSOIDS_FAIL, "sinusoidal-long", sliding=True, at_least=5.0, late="the rule"),
-        _bound_ratio(LONGER + SINUSOIDS_FAIL, "sinusoidal-long", times=16, sliding=True, at_least=5.0, late="the rule"),
+        _bound(LONGER + SINUSOIDS_FAIL, "sinusoidal-long", ">= 5", added_later="this arm"),
+        _bound(LONGER + ALIBI_HOLDS, "alibi-long", "<= 1.01", added_later="this arm"),
+        _bound(LONGER + SINUSOIDS_FAIL, "sinusoidal-long", ">= 5", sliding=True, added_later="the rule"),
+        _bound(LONGER + SINUSOIDS_FAIL, "sinusoidal-long", ">= 5", times=16, sliding=True, added_later="the rule"),
     ),
     reading="A curve that stays level or falls extrapolates. In longer blocks the average token has more context, so "
     "even a model that ignores distant tokens gains a little without overlap, and the first tokens of a block are "

@@ -1,4 +1,6 @@
-"""Compare methods of back-translation, given few pairs and many target sentences. Each method is an arm.
+"""Experiments that translate: methods of back-translation, and label smoothing.
+
+Methods of back-translation are compared given few pairs and many target sentences; each method is an arm.
 
 For every seed, a backward model, from targets to sources, is trained on the pairs. It generates a source for each
 target sentence by beam search, by sampling and by restricted sampling (Edunov et al. 2018). Each arm then trains a
@@ -10,7 +12,8 @@ pairs among those that training sees: all synthetic pairs are used, and the real
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +23,17 @@ from monoblock.data.corpora.load import load_corpus
 from monoblock.data.readers.pairs import read_pairs
 from monoblock.data.readers.records import Pair
 from monoblock.errors import ConfigError
+from monoblock.experiments.budgets import TRANSLATION, TRANSLATION_SMOKE, TRANSLATION_STAND_IN
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, SeedResults, Trial, selection
 from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
-from monoblock.experiments.frame.toy_data import toy_path
-from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics
-from monoblock.experiments.models.backtranslation_ratios import (
-    MAIN_METRIC,
-    RATIOS,
-    add_curves,
-    arm_name,
-    parse_ratios,
+from monoblock.experiments.frame.settings import toy_path
+from monoblock.experiments.frame.training import (
+    evaluate_trial,
+    load_run,
+    train_and_evaluate,
+    train_run,
+    training_metrics,
 )
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.recipe import read_recipe, task_of_recipe
@@ -45,6 +48,51 @@ from monoblock.tasks.seq2seq import Seq2Seq
 from monoblock.tasks.splits import holdout_of
 from monoblock.tasks.tags import SYNTHETIC_TAGS
 from monoblock.tokenizers.tokenizer import Tokenizer
+
+RATIOS = ("0.5", "1", "2", "4")
+MAIN_METRIC = "bleu_lowercased"
+MIN_POINTS = 3  # of a curve: with fewer, it says no more than the table
+
+
+def arm_name(method: str, ratio: str) -> str:
+    return method if ratio == "1" or method == "none" else f"{method}-{ratio}"
+
+
+def parse_ratios(text: str | float) -> list[str]:
+    """Return the ratios in a comma-separated list, as they are written in RATIOS."""
+    try:
+        ratios = [f"{float(word):g}" for word in str(text).split(",")]
+    except ValueError:
+        raise ConfigError(f"ratios={text} is not a list of numbers; write ratios=0.5,1,2,4") from None
+    unknown = next((ratio for ratio in ratios if ratio not in RATIOS), None)
+    if unknown is not None:
+        raise ConfigError(f"ratios={unknown} is not one of {', '.join(RATIOS)}")
+    return ratios
+
+
+def add_curves(results: SeedResults, methods: Sequence[str]) -> SeedResults:
+    """Return the arms of ratio 1 with curves by ratio: BLEU, where ratio 0 is the arm "none", and BLEU minus beam's."""
+    found: dict[str, dict[int, Metrics]] = {}
+    for method in [name for name in methods if name != "none" and name in results]:
+        seeds = results[method].items()
+        found[method] = {seed: {**metrics, **_curves(results, method, seed)} for seed, metrics in seeds}
+    return {method: seeds for method, seeds in found.items() if any("bleu_by_ratio" in m for m in seeds.values())}
+
+
+def _curves(results: SeedResults, method: str, seed: int) -> Metrics:
+    """Return the curves of a method and a seed; none if BLEU has so few points that the table says as much."""
+
+    def bleu(arm: str) -> float | None:
+        return results.get(arm, {}).get(seed, {}).get(MAIN_METRIC)
+
+    names = {"0": "none"} | {ratio: arm_name(method, ratio) for ratio in RATIOS}
+    values = {ratio: value for ratio, name in names.items() if (value := bleu(name)) is not None}
+    if len(values) < MIN_POINTS:
+        return {}
+    beam = {ratio: bleu(arm_name("beam", ratio)) for ratio in RATIOS if method != "beam"}
+    gains = {ratio: values[ratio] - one for ratio, one in beam.items() if one is not None and ratio in values}
+    return {"bleu_by_ratio": values} | ({"bleu_minus_beam": gains} if gains else {})
+
 
 # Arm -> how its synthetic sources are generated; the arm "none" is trained on the real pairs only.
 METHODS: dict[str, tuple[BacktranslationMethod | None, str]] = {
@@ -230,9 +278,8 @@ def _arms() -> Iterator[Arm]:
             yield Arm(name=arm_name(name, ratio), about=about + suffix, values=values)
 
 
-def _better(arm: str, other: str, margin: float, statement: str, late: str = "") -> Rule:
-    bounds: dict[str, Any] = {"quantity": "difference", "other": other, "at_least": margin}
-    return Rule(statement=statement, metric=MAIN_METRIC, arm=arm, late=late, **bounds)
+def _better(arm: str, other: str, margin: float, statement: str, added_later: str = "") -> Rule:
+    return Rule(statement, f"{MAIN_METRIC} of {arm} - {MAIN_METRIC} of {other} >= {margin}", added_later=added_later)
 
 
 # A small model, so that several share a GPU: a step of it is limited by kernel launches.
@@ -246,7 +293,7 @@ SMOKE = (
     *("train.steps=3", "train.batch=8", "train.compile=no", "train.workers=0", "train.average_checkpoints=0"),
     *("train.save_every=0", "train.eval_every=0", "generate.max_new_tokens=8", "generate.scored_rows=0"),
 )
-EXPERIMENT = Experiment(
+BACKTRANSLATION = Experiment(
     name="backtranslation",
     claim="synthetic pairs from monolingual targets help, noise and a tag make them more useful, and the balance of "
     "true and synthetic pairs matters",
@@ -285,7 +332,7 @@ EXPERIMENT = Experiment(
         _better(
             *("noised", "beam", 0.3),
             "noise raises the BLEU of beam-search sources by at least 0.3",
-            late="the rule",
+            added_later="the rule",
         ),
     ),
     reading="The ratio is a balance, not an amount: all 24,000 synthetic pairs are in every mixture, and the 5,000 "
@@ -297,4 +344,51 @@ EXPERIMENT = Experiment(
     "as close to the test data as the real pairs; published gains of noise (Edunov et al. 2018) and tags "
     "(Caswell et al. 2019) were measured with millions of pairs of other texts. A table of all ten "
     "methods at ratio 1, from other runs, is backtranslation-methods.md.",
+)
+
+
+# -- label smoothing --------------------------------------------------------------------------------------------------
+
+# Label smoothing: its effect on perplexity, which is computed without it, and on BLEU.
+
+
+def measure_smoothing(trial: Trial) -> Iterator[str | Metrics]:
+    """Train and evaluate a translation model; its validation loss is that of the right tokens, without smoothing."""
+    for event in train_and_evaluate(trial):
+        if isinstance(event, dict) and "validation_loss" in event:
+            event = {**event, "validation_perplexity": math.exp(event["validation_loss"])}
+        yield event
+
+
+SMOOTHING = Experiment(
+    name="smoothing",
+    claim="label smoothing of 0.1 hurts perplexity but improves BLEU",
+    source="B §10 for BLEU; Vaswani et al. 2017, §5.4, for perplexity",
+    arms=tuple(
+        Arm(name=name, about=f"{name} of the target probability spread", changes=(f"train.label_smoothing={name}",))
+        for name in ("0.0", "0.1", "0.2")
+    ),
+    measure=measure_smoothing,
+    recipe="multi30k",
+    changes=(*TRANSLATION, "train.eval_every=1000"),
+    stand_in=TRANSLATION_STAND_IN,
+    toy="pairs",
+    smoke=(*TRANSLATION_SMOKE, "train.eval_every=3"),
+    seeds=(1, 2, 3, 4, 5),
+    budget="3,000 steps of 256 pairs for every arm",
+    data="Multi30k from German to English: validation split for perplexity, test split of 2016 for BLEU",
+    columns=("bleu_lowercased", "validation_perplexity", "bleu", "chrf", "training_loss", "seconds_training"),
+    plotted=("bleu_lowercased", "validation_perplexity"),
+    rules=(
+        Rule(
+            "label smoothing of 0.1 raises perplexity by at least 1 %",
+            "validation_perplexity of 0.1 / validation_perplexity of 0.0 >= 1.01",
+        ),
+        Rule(
+            "label smoothing of 0.1 raises BLEU by at least 0.2",
+            "bleu_lowercased of 0.1 - bleu_lowercased of 0.0 >= 0.2",
+        ),
+    ),
+    reading="Perplexity is that of the right tokens given the right tokens before, without smoothing in any arm; the "
+    "training loss of an arm includes its smoothing and cannot be compared.",
 )

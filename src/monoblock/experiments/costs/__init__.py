@@ -1,1 +1,0 @@
-"""Experiments that measure time and memory, mostly of models that are not trained."""

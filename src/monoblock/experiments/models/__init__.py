@@ -1,1 +1,0 @@
-"""Experiments that train models: choices of the architecture and of the training."""
