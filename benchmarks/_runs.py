@@ -24,9 +24,9 @@ from monoblock.accounting.report import account
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
 from monoblock.runs.run_folder import RECIPE_FILE
+from monoblock.runs.train import prepare_run
 from monoblock.training.events import read_metrics
 
 Metrics = dict[str, Any]

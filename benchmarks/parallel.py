@@ -28,13 +28,13 @@ from _report import device_name, write_section
 import monoblock as mb
 from monoblock.config.families import gpt
 from monoblock.kernels.cpu.processor import processor_name
-from monoblock.parallel.build_strategy import build_strategy
+from monoblock.parallel.strategy import DataParallel, FullySharded, TensorParallel
 from monoblock.parallel.world import World, init_distributed
 from monoblock.training.loss import CrossEntropyLoss
 from monoblock.training.optimizer import build_optimizers
 
 RESULTS = Path(__file__).with_name("results") / "parallel.md"
-STRATEGIES = ("ddp", "fsdp", "tp")
+STRATEGIES = {"ddp": DataParallel, "fsdp": FullySharded, "tp": TensorParallel}
 STEPS = 3
 
 
@@ -56,7 +56,7 @@ def train(name: str, world: World, smoke: bool) -> tuple[Any, Any]:
     """Build a model and split it; return a function that trains a step, and the model."""
     torch.manual_seed(0)
     model = mb.Transformer(build_config(smoke))
-    strategy = build_strategy(name, world)
+    strategy = STRATEGIES[name](world)
     module = strategy.prepare(model)
     optimizers, loss = build_optimizers(model), CrossEntropyLoss()
     ids = torch.randint(0, 500, (1, 64))

@@ -25,9 +25,9 @@ from monoblock.accounting.report import account
 from monoblock.baselines.lstm import Recurrent
 from monoblock.data.corpora.table import CORPORA
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
 from monoblock.runs.run import Run
+from monoblock.runs.train import prepare_run
 from monoblock.tasks.running_text import build_test_data
 from monoblock.tasks.task_data import validate
 from monoblock.training.collate import TensorBatch

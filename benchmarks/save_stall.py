@@ -19,8 +19,8 @@ from datetime import date
 from pathlib import Path
 
 from monoblock.kernels.cpu.processor import processor_name
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import parse_recipe
+from monoblock.runs.train import prepare_run
 from monoblock.training.events import CheckpointEvent, StepEvent
 
 RESULTS = Path(__file__).with_name("results") / "save-stall.md"

@@ -10,8 +10,8 @@ import torch
 
 from monoblock.errors import MonoblockError
 from monoblock.parallel.world import SINGLE_PROCESS, init_distributed
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
+from monoblock.runs.train import prepare_run
 from monoblock.training.events import SkippedUpdateEvent, StepEvent, WarningEvent
 
 

@@ -14,8 +14,8 @@ import torch
 from monoblock.accounting.parallel import pipeline_size, tensor_size
 from monoblock.cli.train import join_processes
 from monoblock.parallel.world import arrange_processes
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
+from monoblock.runs.train import prepare_run
 from monoblock.training.events import EvaluationEvent, SkippedUpdateEvent, StepEvent, WarningEvent
 
 

@@ -16,9 +16,8 @@ from monoblock.cli.main import run
 from monoblock.inference.supported_models import reason_not_to_optimize
 from monoblock.interop.folder import load_model
 from monoblock.parallel import inference
-from monoblock.parallel.gather import whole_tensor
-from monoblock.parallel.tensor_parallel import split_model
-from monoblock.parallel.vocabulary import to_local
+from monoblock.parallel.strategy import whole_tensor
+from monoblock.parallel.tensor_parallel import split_model, to_local
 from monoblock.parallel.world import World
 
 GENERATION = {

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 import monoblock
 from monoblock.cli.main import run as cli
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
+from monoblock.runs.train import prepare_run
 from monoblock.training import events as training_events
 from monoblock.training.events import METRICS_FILE, StepEvent
 

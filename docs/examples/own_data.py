@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 import monoblock as mb
-from monoblock.runs.custom_parts import Batch
+from monoblock.runs.build_data import Batch
 
 
 class Additions:

@@ -9,8 +9,7 @@ from monoblock.config.families import bert, gpt, llama, t5
 from monoblock.config.knobs import vary
 from monoblock.config.presets import preset
 from monoblock.model import Transformer
-from monoblock.parallel.tensor_parallel import split_model
-from monoblock.parallel.vocabulary import to_local
+from monoblock.parallel.tensor_parallel import split_model, to_local
 
 SIZES = {"vocab": 1024, "width": 256, "depth": 4, "heads": 8, "context": 512}
 MODELS = {

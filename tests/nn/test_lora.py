@@ -18,8 +18,8 @@ import monoblock as mb
 from monoblock.errors import ConfigError, InputError
 from monoblock.nn.lora import LoraLinear, add_lora, fold_lora, lora_layers, merge_lora, projection_names, unmerge_lora
 from monoblock.quantization.convert import dequantize, quantize
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
+from monoblock.runs.train import prepare_run
 from monoblock.training.optimizer import build_optimizers, count_layers_above
 
 VOCAB = 31

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from monoblock.parallel.world import init_distributed
 from monoblock.runs import run as run_module
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
+from monoblock.runs.train import prepare_run
 from monoblock.training.events import SampleEvent
 
 TIMEOUT, WORK = 4.0, 6.0  # seconds

@@ -13,9 +13,7 @@ from training_support import train_to_end, write_recipe
 import monoblock
 from monoblock.config.presets import tiny
 from monoblock.model import Transformer
-from monoblock.parallel.gather import count_bytes
-from monoblock.parallel.strategy import Strategy, TensorParallel
-from monoblock.parallel.whole_model import call_with_whole_model, has_room
+from monoblock.parallel.strategy import Strategy, TensorParallel, call_with_whole_model, count_bytes, has_room
 from monoblock.parallel.world import SINGLE_PROCESS
 
 WORKER = Path(__file__).with_name("long_work_worker.py")

@@ -20,8 +20,7 @@ from monoblock.accounting.parallel import pipeline_size
 from monoblock.config.presets import tiny
 from monoblock.errors import ConfigError
 from monoblock.nn.embedding import PatchEmbedding
-from monoblock.parallel.pipeline_parallel import _group_by_rows, _sum_together
-from monoblock.parallel.pipeline_stage import Stage, plan_stages
+from monoblock.parallel.pipeline_parallel import Stage, _group_by_rows, _sum_together, plan_stages
 from monoblock.training.collate import TensorBatch
 from monoblock.training.events import EvaluationEvent, StepEvent
 

@@ -4,7 +4,7 @@ import pytest
 from training_support import run_command
 
 from monoblock.errors import ConfigError
-from monoblock.recipes.parallel_checks import KEY_STRATEGIES, check_parallel, list_unused_keys
+from monoblock.recipes.parse import KEY_STRATEGIES, check_parallel, list_unused_keys
 from monoblock.runs.recipe import read_recipe
 
 

@@ -14,9 +14,9 @@ from monoblock.data.readers.conll import read_conll
 from monoblock.errors import ConfigError, FileError
 from monoblock.model import Transformer
 from monoblock.runs.build_data import build_task_data
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.progress import TrainingProgress
 from monoblock.runs.recipe import build_model_config, parse_recipe
+from monoblock.runs.train import prepare_run
 from monoblock.tasks.task_data import validate
 from monoblock.training.events import FinishedEvent, StepEvent
 from monoblock.training.loss import CrossEntropyLoss

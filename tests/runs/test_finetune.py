@@ -22,8 +22,8 @@ from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError, FileError
 from monoblock.model import Transformer
 from monoblock.runs.finetune import build_finetuning_recipe
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import build_model_config, read_recipe
+from monoblock.runs.train import prepare_run
 from monoblock.training.events import DecisionEvent
 
 SIZES = {"family": "bert", "width": 22, "depth": 2, "heads": 2, "hidden": 34, "context": 31}

@@ -5,8 +5,8 @@ import pytest
 import torch
 from training_support import SEQ2SEQ_RECIPE, start_run, train_to_end, train_until, write_recipe
 
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
+from monoblock.runs.train import prepare_run
 from monoblock.training.events import StepEvent
 
 DATASETS = {

@@ -1,6 +1,7 @@
 """Optimizers, Muon, weight averages, and states that are restored bit for bit."""
 
 import random
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 from training_support import assert_same_weights, clone_weights
 
+from monoblock.accounting.memory import Optimizer, optimizer_states
 from monoblock.baselines.lstm import Recurrent
 from monoblock.config.families import bert, gpt, t5
 from monoblock.config.model import RecurrentConfig
@@ -247,6 +249,19 @@ def seeded(seed):
 
 
 # -- states ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_optimizer_of_recipes_has_a_builder_and_an_account_of_its_states():
+    assert list(get_args(Optimizer)) == sorted(optimizer.OPTIMIZERS)
+    for kind in optimizer.OPTIMIZERS:
+        model = small_model()
+        optimizers = optimizer.build_optimizers(model, kind)
+        train_steps(model, optimizers, 1)
+        states = sum(tensor.numel() for tensor in optimizer_tensors(model, optimizers).values() if tensor.dim())
+        weights = dict(model.named_parameters())
+        matrices = sum(weight.numel() for name, weight in weights.items() if optimizer.is_block_matrix(name, weight))
+        expected = optimizer_states(kind, sum(weight.numel() for weight in weights.values()), matrices)
+        assert states == expected, kind
 
 
 @pytest.mark.parametrize("kind", optimizer.OPTIMIZERS)

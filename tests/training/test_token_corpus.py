@@ -15,9 +15,8 @@ import monoblock
 from monoblock.data.batching.shards import TokenDataset
 from monoblock.data.preparation.prepare import TokenizerPlan, prepare_tokens
 from monoblock.errors import ConfigError
-from monoblock.runs.build_trainer import _batch_iterator
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
+from monoblock.runs.train import _batch_iterator, prepare_run
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.events import StepEvent
 

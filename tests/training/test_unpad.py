@@ -19,7 +19,7 @@ from monoblock.config.knobs import vary
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.errors import ConfigError
 from monoblock.model import Transformer
-from monoblock.recipes.parallel_checks import check_parallel
+from monoblock.recipes.parse import check_parallel
 from monoblock.runs.recipe import read_recipe
 from monoblock.training.collate import (
     SpecialTokenIds,

@@ -32,9 +32,10 @@ def run_steps(model: torch.nn.Module, updater: Updater) -> list[tuple[int, float
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         update = Update(step, 8 * step, 1e-2, 0.0, SimpleNamespace(), True, loss.detach(), norm)
-        finished += updater.run(update)
-    finished += updater.finish()
-    return [(f.update.step, f.loss, f.grad_norm, f.reason is not None) for f in finished]
+        updater.run(update)
+        finished += updater.read(keep=updater.lag)
+    finished += updater.read()
+    return [(f.step, f.loss, f.grad_norm, f.reason is not None) for f in finished]
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.5])  # 0.5 is reached after eight good updates
@@ -69,10 +70,11 @@ def test_a_deferred_step_is_reported_with_the_next_one() -> None:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         update = Update(step, step, 1e-2, 0.0, SimpleNamespace(), True, loss.detach(), norm)
-        reported.append([finished.update.step for finished in updater.run(update)])
+        updater.run(update)
+        reported.append([finished.step for finished in updater.read(keep=updater.lag)])
     assert reported == [[], [1], [2]]
     updater.discard()
-    assert not list(updater.finish()), "a discarded step is not reported"
+    assert not list(updater.read()), "a discarded step is not reported"
 
 
 def test_the_device_counts_from_the_guard_again_after_a_rollback() -> None:
@@ -84,9 +86,9 @@ def test_the_device_counts_from_the_guard_again_after_a_rollback() -> None:
     loss = model(torch.ones(2, 6)).square().mean()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    list(updater.run(Update(1, 1, 1e-2, 0.0, SimpleNamespace(), True, loss.detach(), norm)))
+    updater.run(Update(1, 1, 1e-2, 0.0, SimpleNamespace(), True, loss.detach(), norm))
     assert torch.equal(model.weight, before), "far above the mean that was restored"
-    assert next(iter(updater.finish())).reason is not None
+    assert next(iter(updater.read())).reason is not None
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw", "sgd"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from monoblock.accounting.activations import SavedActivations, lstm_activations, model_activations
 from monoblock.accounting.flops import BatchShape
@@ -30,6 +31,7 @@ from monoblock.errors import ConfigError, did_you_mean
 DTYPE_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
 TRAINING_DTYPES = ("fp32", "bf16", "fp16")
 
+Optimizer = Literal["adam", "adamw", "muon", "sgd"]  # the values of train.optimizer, built in training/optimizer.py
 # Optimizer -> the number of fp32 states for each weight in the matrices of blocks, and for each other weight.
 OPTIMIZER_STATES = {"adamw": (2, 2), "adam": (2, 2), "muon": (1, 2), "momentum": (1, 1), "sgd": (0, 0)}
 

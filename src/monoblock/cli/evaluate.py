@@ -187,7 +187,7 @@ class Evaluate:
         if self.picture is not None and evaluation.save_plot is not None:
             echo(f"saved {evaluation.save_plot(self.picture)}", err=True)
         if self.card:
-            from monoblock.runs.model_card import add_metrics
+            from monoblock.runs.run import add_metrics
 
             add_metrics(Path(self.model), self.data, evaluation.metrics)
 

@@ -64,7 +64,7 @@ class Train:
         """Run this command again in several processes, and return the exit code."""
         from monoblock.accounting.parallel import pipeline_size, tensor_size
         from monoblock.parallel.launch import launch
-        from monoblock.recipes.parallel_checks import check_parallel
+        from monoblock.recipes.parse import check_parallel
         from monoblock.runs.run_folder import check_run_folder
 
         if "LOCAL_RANK" in os.environ:
@@ -87,7 +87,7 @@ class Train:
         """Train in this process, alone or as one of those that torchrun has started."""
         from monoblock.parallel.faults import is_restarted, log_output, stop_with_launcher
         from monoblock.parallel.world import defer_worker_errors
-        from monoblock.recipes.parallel_checks import list_unused_keys
+        from monoblock.recipes.parse import list_unused_keys
         from monoblock.runs.run_folder import has_run
 
         resume = self.resume or (is_restarted(os.environ) and has_run(folder))
@@ -122,11 +122,11 @@ def join_processes(recipe: Recipe) -> World:
 
 def _check_model(recipe: Recipe) -> None:
     """Raise ConfigError if the model of a recipe cannot be built; a model that starts from a folder is not read."""
-    from monoblock.runs.build_data import draft_config
+    from monoblock.runs.build_data import expected_config
     from monoblock.runs.recipe import task_of_recipe
 
     if "folder" not in recipe.model:
-        draft_config(recipe, task_of_recipe(recipe), None)
+        expected_config(recipe, task_of_recipe(recipe), None)
 
 
 def _list_unchanged(recipe: str, overrides: tuple[str, ...], resolved: Recipe) -> list[str]:

@@ -44,7 +44,7 @@ def run_training(
     options: the arguments `resume` and `tensorboard` of `prepare_run`.
     notes: lines to print before the training.
     """
-    from monoblock.runs.prepare_run import prepare_run
+    from monoblock.runs.train import prepare_run
 
     lock = lock_run_folder(folder, create=not options["resume"], is_main=world.is_main)
     with stop_on_interrupt(world.rank, world.size) as stop, lock:

@@ -30,7 +30,7 @@ from monoblock.metrics.text import perplexity
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.account import account
 from monoblock.runs.pipeline import Pipeline
-from monoblock.runs.prepare_run import prepare_run
+from monoblock.runs.train import prepare_run
 from monoblock.tasks.running_text import build_test_data
 from monoblock.tasks.task_data import validate
 from monoblock.training.events import StepEvent

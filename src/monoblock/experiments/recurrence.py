@@ -36,8 +36,8 @@ from monoblock.experiments.reversal import (
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.account import account
 from monoblock.runs.pipeline import Pipeline
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe, task_of_recipe
+from monoblock.runs.train import prepare_run
 from monoblock.tasks.text_to_text import TextToText
 
 DEFAULT_RECIPE = "reverse"

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from monoblock.parallel.tensor_parallel import split_model
-from monoblock.parallel.vocabulary import first_row
+from monoblock.parallel.tensor_parallel import first_row, split_model
 from monoblock.parallel.world import DEFAULT_TIMEOUT, World, init_distributed
 
 

@@ -1,15 +1,24 @@
 """Pipeline parallelism: each process has some of the blocks, and micro-batches pass through the processes in turn.
 
-The stages are in parallel/pipeline_stage.py; torch.distributed.pipelining sends the hidden states and gradients, in the
-order of the schedule. A step has no padding and no approximation: micro-batches of different sizes, into which a batch
-may be split, run one size after the other.
+A stage is a run of successive blocks, with what must be computed before and after them. The blocks of the encoder and
+then those of the decoder are divided evenly. The first stage has the input embedding, the stage where the decoder of an
+encoder-decoder begins that of the target, and the last stage the head. A weight that several stages need has a copy in
+each: a tied embedding, and the position bias that the blocks of a stack share.
+
+A stage hands on the hidden states of its last block, those of the encoder (`memory`) once the decoder has begun, and
+the router logits of all blocks with experts so far, from which the last stage computes the load-balancing loss.
+torch.distributed.pipelining sends them and their gradients, in the order of the schedule. A step has no padding and no
+approximation: micro-batches of different sizes, into which a batch may be split, run one size after the other.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,13 +26,274 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from monoblock.errors import MonoblockError
+from monoblock.errors import ConfigError, MonoblockError
+from monoblock.nn.arguments import either_argument, memory_positions, token_positions
 from monoblock.nn.embedding import Embedding
+from monoblock.nn.stack import Stack
+from monoblock.nn.tap import Tap, prefix_tap
+from monoblock.nn.token_positions import TokenPositions, arange_positions
 from monoblock.nn.transformer import Transformer
-from monoblock.parallel.gather import copy_without_weights, count_bytes
-from monoblock.parallel.pipeline_stage import INPUT_PREFIX, LABELS, Objective, Stage, plan_stages
-from monoblock.parallel.strategy import Metrics, MicroBatch, ShardedStrategy
+from monoblock.parallel.strategy import (
+    Metrics,
+    MicroBatch,
+    ShardedStrategy,
+    copy_without_weights,
+    count_bytes,
+    total_norm,
+)
 from monoblock.parallel.world import DATA, PIPELINE, World
+
+INPUT_PREFIX = "input_"  # of the names of model inputs among the keyword arguments of a stage
+LABELS = "labels"
+Objective = Callable[[Callable[..., Tensor], dict[str, Tensor], Tensor], Tensor]  # a function (model, inputs, labels)
+
+
+class StagePlan(NamedTuple):
+    """The layers of a stage; a range is empty if the stage has no layer of that stack."""
+
+    encoder: range
+    decoder: range
+    is_first: bool
+    is_last: bool
+    has_both_stacks: bool
+
+    @property
+    def begins_decoder(self) -> bool:
+        """Whether the decoder of an encoder-decoder begins in this stage."""
+        return self.has_both_stacks and bool(self.decoder) and self.decoder.start == 0
+
+    @property
+    def sends_memory(self) -> bool:
+        """Whether the hidden states of the encoder are handed on besides those of the decoder."""
+        return self.has_both_stacks and bool(self.decoder) and not self.is_last
+
+    def stacks(self, model: Transformer) -> list[tuple[str, Stack, range]]:
+        """Return the name, the stack and the layers of each stack of the model."""
+        stacks = [("encoder", model.encoder, self.encoder), ("decoder", model.decoder, self.decoder)]
+        return [(name, stack, layers) for name, stack, layers in stacks if stack is not None]
+
+
+def plan_stages(model: nn.Module, count: int) -> list[StagePlan]:
+    """Divide the layers of a model into stages of nearly equal numbers of blocks; raise ConfigError if it cannot be."""
+    if not isinstance(model, Transformer) or type(model).forward is not Transformer.forward:
+        raise ConfigError("pipeline stages are made of the blocks of a Transformer only; write train.parallel=fsdp")
+    orders = [[] if stack is None else stack.block_order for stack in (model.encoder, model.decoder)]
+    if any(len(set(order)) < len(order) for order in orders):
+        raise ConfigError(
+            "layers of this model share weights, so they cannot be in different pipeline stages; write "
+            "train.parallel=fsdp"
+        )
+    encoder, decoder = map(len, orders)
+    if encoder + decoder < count:
+        blocks = "1 block" if encoder + decoder == 1 else f"{encoder + decoder} blocks"
+        raise ConfigError(
+            f"this model has {blocks}, fewer than the {count} pipeline stages; lower parallel.pipeline, or write "
+            f"train.parallel=fsdp"
+        )
+    size, rest = divmod(encoder + decoder, count)
+    bounds = [number * size + min(number, rest) for number in range(count + 1)]
+    return [
+        StagePlan(
+            range(min(start, encoder), min(stop, encoder)),
+            range(max(start - encoder, 0), max(stop - encoder, 0)),
+            is_first=start == 0,
+            is_last=stop == encoder + decoder,
+            has_both_stacks=bool(encoder and decoder),
+        )
+        for start, stop in itertools.pairwise(bounds)
+    ]
+
+
+def keep_stage(model: Transformer, plan: StagePlan) -> None:
+    """Delete the modules of other stages; the names of the weights that remain do not change."""
+    is_tied = model.head is not None and model.head.is_tied and plan.is_last
+    owner = "target" if model.target is not None and model.target.token is not None else "input"
+    reads_input = plan.begins_decoder and (model.target is None or model.target.token is None)
+    if not (plan.is_first or (reads_input and model.target is None)):
+        _keep_tokens(model, "input", keep=reads_input or (is_tied and owner == "input"))
+    if model.target is not None and not plan.begins_decoder:
+        _keep_tokens(model, "target", keep=is_tied and owner == "target")
+    for _, stack, layers in plan.stacks(model):
+        stack.keep_layers(layers)
+    if not plan.is_last:
+        model.head = None
+
+
+def _keep_tokens(model: Transformer, name: str, *, keep: bool) -> None:
+    """Reduce an input embedding to its token embedding, or delete it."""
+    if not keep:
+        setattr(model, name, nn.Identity() if name == "input" else None)
+        return
+    embedding = getattr(model, name)
+    for part in ("position", "segment", "norm", "projection"):
+        setattr(embedding, part, None)
+
+
+class _RouterTap:
+    """A tap that records the router logits of blocks with experts."""
+
+    def __init__(self) -> None:
+        self.router_logits: list[Tensor] = []
+
+    def wants(self, name: str) -> bool:
+        return False
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if name.endswith(ROUTER):
+            self.router_logits.append(tensor)
+        return tensor
+
+
+ROUTER = ".feedforward.router"
+
+
+class Stage(nn.Module):
+    """The part of a model that one process computes.
+
+    The arguments of `forward` are what the stage before hands on, then the inputs of the model with the prefix
+    `INPUT_PREFIX` and the labels. The result is what the next stage needs; in the last stage it is what `objective`
+    returns for a function that computes the output of the model, the inputs and the labels.
+    """
+
+    objective: Objective
+
+    def __init__(self, model: Transformer, plans: Sequence[StagePlan], number: int, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.plan, self.previous, self.dtype = plans[number], plans[number - 1] if number else None, dtype
+        self.width = model.config.width
+        self.reads_tokens = isinstance(model.input, Embedding)
+        experts = [_expert_layers(model, plan) for plan in plans]
+        self.received_routers = [row for rows in experts[:number] for row in rows]
+        self.own_routers = experts[number]
+        self.uses_flags = any(stack.uses_flags for _, stack, _ in self.plan.stacks(model))
+        keep_stage(model, self.plan)
+        self.model = model
+
+    def forward(self, *received: Tensor, **keywords: Tensor) -> Tensor | tuple[Tensor, ...]:
+        labels = keywords.pop(LABELS)
+        inputs = {name.removeprefix(INPUT_PREFIX): tensor for name, tensor in keywords.items()}
+        with self._autocast(labels.device):
+            if self.plan.is_last:
+                return self.objective(functools.partial(self._finish, received), inputs, labels)
+            tap = _RouterTap()
+            hidden, memory, _ = self._run_layers(received, inputs, tap if self.own_routers else None)
+        routers = [*received[self._num_hidden(self.previous) :], *tap.router_logits]
+        results = [hidden, *([memory] if self.plan.sends_memory and memory is not None else []), *routers]
+        return tuple(self._to_send(tensor) for tensor in results)
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        return nullcontext() if self.dtype is None else torch.autocast(device.type, self.dtype)
+
+    def _to_send(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(self._sent_dtype).contiguous()
+        needs_gradient = torch.is_grad_enabled() and not tensor.requires_grad  # all weights before it are frozen
+        return tensor.detach().requires_grad_() if needs_gradient else tensor
+
+    @property
+    def _sent_dtype(self) -> torch.dtype:
+        return next(iter(self.model.parameters())).dtype
+
+    # -- a forward pass --------------------------------------------------------------------------------------------
+
+    def _finish(self, received: tuple[Tensor, ...], *, tap: Tap | None = None, **inputs: Tensor) -> Tensor:
+        """Run the last stage; return the output of the model, after the tap has seen the router logits so far."""
+        routers = received[self._num_hidden(self.previous) :]
+        for (name, _), logits in zip(self.received_routers, routers, strict=True):
+            if tap is not None:
+                tap(name, logits)
+        hidden, _, positions = self._run_layers(received, inputs, tap)
+        return self.model._apply_head(hidden, positions, inputs.get("logits_at"), tap)
+
+    def _run_layers(
+        self, received: tuple[Tensor, ...], inputs: dict[str, Tensor], tap: Tap | None
+    ) -> tuple[Tensor, Tensor | None, TokenPositions]:
+        """Return the hidden states after the last layer of this stage, the memory if there is one, and positions."""
+        model, plan = self.model, self.plan
+        mask = either_argument("source_mask", inputs.get("source_mask"), "attention_mask", inputs.get("attention_mask"))
+        hidden = received[0] if received else None
+        if not plan.has_both_stacks or plan.encoder:
+            names = () if plan.has_both_stacks else ("segments", "positions", "documents", "flags")
+            options: dict[str, Any] = {name: inputs.get(name) for name in names}
+            if hidden is None:
+                hidden, positions = model._embed_source(inputs["source"], mask, **options, tap=tap)
+            else:
+                positions = self._source_positions(hidden, inputs["source"], mask, options)
+            stack, name = (model.encoder, "encoder") if plan.encoder else (model.decoder, "decoder")
+            assert stack is not None
+            hidden = stack(hidden, positions, tap=prefix_tap(tap, name))
+            if not (plan.has_both_stacks and plan.decoder):
+                return hidden, None, positions
+        assert hidden is not None
+        memory = hidden if plan.begins_decoder else received[1]
+        target_positions = token_positions(
+            inputs["target"], inputs.get("target_mask"), inputs.get("positions"), None, None, None
+        )
+        if plan.begins_decoder:
+            hidden = model._embed(inputs["target"], target_positions, None, tap, side="target")
+        assert model.decoder is not None
+        hidden = model.decoder(
+            hidden,
+            target_positions,
+            memory=memory,
+            memory_positions=memory_positions(memory, mask, None, self.width),
+            tap=prefix_tap(tap, "decoder"),
+        )
+        return hidden, memory, target_positions
+
+    def _source_positions(
+        self, hidden: Tensor, source: Tensor, mask: Tensor | None, options: dict[str, Tensor | None]
+    ) -> TokenPositions:
+        if not self.reads_tokens:
+            return arange_positions(hidden.shape[1], device=hidden.device)
+        fields = (options.get("positions"), options.get("documents"), options.get("flags"))
+        return token_positions(source, mask, *fields, None, uses_flags=self.uses_flags)
+
+    # -- what is sent ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _num_hidden(plan: StagePlan | None) -> int:
+        """Return how many of the tensors that a stage sends are hidden states; the rest are router logits."""
+        return 0 if plan is None else 2 if plan.sends_memory else 1
+
+    def example_inputs(self, inputs: dict[str, Tensor], source_length: int) -> tuple[Tensor, ...]:
+        """Return tensors on the meta device like those that this stage receives for a micro-batch."""
+        return (
+            () if self.previous is None else self._examples(self.previous, self.received_routers, inputs, source_length)
+        )
+
+    def example_outputs(self, inputs: dict[str, Tensor], source_length: int) -> tuple[Tensor, ...]:
+        """Return tensors on the meta device like those that this stage returns for a micro-batch."""
+        if self.plan.is_last:
+            return (self._example(()),)
+        return self._examples(self.plan, [*self.received_routers, *self.own_routers], inputs, source_length)
+
+    def _examples(
+        self, plan: StagePlan, routers: list[tuple[str, int]], inputs: dict[str, Tensor], source_length: int
+    ) -> tuple[Tensor, ...]:
+        rows, in_decoder = inputs["source"].shape[0], plan.has_both_stacks and bool(plan.decoder)
+        target_length = inputs["target"].shape[1] if in_decoder else source_length
+        shapes: list[tuple[int, ...]] = [(rows, target_length, self.width)]
+        shapes += [(rows, source_length, self.width)] if plan.sends_memory else []
+        for name, experts in routers:
+            is_target = plan.has_both_stacks and name.startswith("decoder")
+            shapes.append((rows, target_length if is_target else source_length, experts))
+        return tuple(map(self._example, shapes))
+
+    def _example(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, device="meta", dtype=self._sent_dtype, requires_grad=True)
+
+
+def _expert_layers(model: Transformer, plan: StagePlan) -> list[tuple[str, int]]:
+    """Return the name of the router logits and the number of experts for each layer of a stage that has experts."""
+    found = []
+    for name, stack, layers in plan.stacks(model):
+        configs = list(stack.config.layers())
+        for layer in layers:
+            experts: Any = configs[layer].feedforward.experts
+            if experts is not None:
+                found.append((f"{name}.{layer}{ROUTER}", experts.count))
+    return found
+
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 64 * 2**20  # of the gradients that are summed at once
@@ -33,6 +303,7 @@ MICRO_BATCHES_PER_STAGE = 2  # by default, if the batch has as many rows
 class PipelineParallel(ShardedStrategy):
     """Each process has some of the blocks; the other processes with the same blocks read other parts of every batch."""
 
+    has_schedule = True
     description = "each stores and computes some of the blocks"
 
     def __init__(self, world: World, *, schedule: str = "1f1b", micro_batches: int = 0) -> None:
@@ -100,17 +371,12 @@ class PipelineParallel(ShardedStrategy):
         equal = (count for count in range(max(wanted, accumulate), 2 * wanted) if rows % count == 0)
         return max(accumulate, next(equal, wanted))
 
-    def compute_gradients(
-        self,
-        module: nn.Module,
-        micro_batches: Sequence[MicroBatch],
-        backward: Callable[[MicroBatch], Tensor],
-        loss: Objective,
-    ) -> float:
+    def run_schedule(self, module: nn.Module, micro_batches: Sequence[MicroBatch], loss: Objective) -> Tensor:
+        """Run all stages; the losses are computed in the last one, and 0 in the others."""
         groups = _group_by_rows(micro_batches, self._rows_of_parts(micro_batches) if self.has_experts else None)
         losses = [value for group in groups for value in self._run_schedule(group, loss, backward=True)]
         self._sum_gradients(module)
-        return float(sum(self._gather(float(sum(losses)))))
+        return sum(losses, torch.zeros((), device=self.device))
 
     def _rows_of_parts(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, ...]]:
         """Return, for each micro-batch, its number of rows in every part of the batch."""
@@ -174,12 +440,10 @@ class PipelineParallel(ShardedStrategy):
             assert self.world.mesh is not None
             _sum_together(module.parameters(), self.world.mesh.get_group(DATA))
 
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> float:
-        gradients = [weight.grad for weight in self.owned if weight.grad is not None]
-        own = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        norm = float(torch.tensor(self._gather(own), dtype=torch.float64).norm())
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, torch.tensor(norm, device=self.device))
-        return norm
+    def gradient_norm(self, model: nn.Module) -> Tensor:
+        square = total_norm(self.owned).to(self.device) ** 2
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 

@@ -15,22 +15,20 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from monoblock.nn.transformer import Transformer
-from monoblock.parallel.gather import clip_gradients, copy_without_weights, count_bytes, gather_tensors
-from monoblock.parallel.tensor_parallel import check_splittable, split_model
-from monoblock.parallel.vocabulary import to_local
+from monoblock.parallel.tensor_parallel import check_splittable, split_model, to_local
 from monoblock.parallel.world import DATA, SINGLE_PROCESS, TENSOR, World
 
 SINGLE_BUCKET_MB = 2**20  # more than any model has
@@ -55,6 +53,7 @@ class Strategy:
     """One process with all weights; the base class of strategies for several processes."""
 
     is_sharded = False  # whether a process stores only a part of the weights
+    has_schedule = False  # whether `run_schedule` computes the gradients, because no process has the whole model
     description = "a single process"
     notes: Sequence[str] = ()  # what could not be split, known after `prepare`
     split_bytes = 0  # the size of the whole model, if its weights are split, known after `prepare`
@@ -85,27 +84,14 @@ class Strategy:
         """Return into how many micro-batches a batch of so many rows is split; `accumulate` is what the recipe says."""
         return accumulate
 
-    def compute_gradients(
-        self,
-        module: nn.Module,
-        micro_batches: Sequence[MicroBatch],
-        backward: Callable[[MicroBatch], Tensor],
-        loss: LossFunction,
-    ) -> float | Tensor:
-        """Return the sum of the losses of all micro-batches, and add their gradients to those of the weights.
+    def run_schedule(self, module: nn.Module, micro_batches: Sequence[MicroBatch], loss: LossFunction) -> Tensor:
+        """Add the gradients of micro-batches to those of the weights; return the sum of their losses."""
+        raise NotImplementedError
 
-        backward: a function that does this for one micro-batch, with the whole model.
-        loss: the loss that it computes, for strategies in which no process computes the whole model.
-        """
-        total: float | Tensor = 0.0
-        for number, micro_batch in enumerate(micro_batches, 1):
-            with self.accumulate(module, is_last=number == len(micro_batches)):
-                total = total + backward(micro_batch)
-        return total
-
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> float | Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; return the norm before."""
-        return clip_gradients(model.parameters(), max_norm)
+    def gradient_norm(self, model: nn.Module) -> Tensor:
+        """Return the norm of all gradients, those of all processes included."""
+        norms = [total_norm(group) for group in group_by_mesh(model.parameters())] or [total_norm([])]
+        return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
     def evaluate_batch(self, metrics: Metrics, model: nn.Module, batch: MicroBatch) -> dict[str, float]:
         """Return the metrics of a batch, each summed over its targets."""
@@ -288,3 +274,99 @@ def _blocks_run_once(model: nn.Module) -> list[nn.Module]:
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     order = [block for stack in stacks for block in stack.blocks]
     return [block for block in order if order.count(block) == 1]
+
+
+def gather_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """Gather whole tensors on the CPU, one after the other; every process must call this.
+
+    keep: whether this process needs the result; else an empty dict is returned.
+    """
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        full = whole_tensor(tensor)
+        if keep:
+            whole[name] = full.detach().cpu()
+    return whole
+
+
+def copy_without_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose weights and buffers are on the meta device, so that it needs no memory."""
+    replaced: dict[int, object] = {}
+    for weight in model.parameters():
+        replaced[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
+    for buffer in model.buffers():
+        replaced[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, replaced)
+
+
+def count_bytes(model: nn.Module) -> int:
+    """Return the number of bytes of the weights and buffers of a model."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the number of bytes that this process can still allocate on a CUDA device."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def split_like(whole: Tensor, other: Tensor) -> Tensor:
+    """Split a tensor among processes like another one; all of them have the whole tensor."""
+    if not isinstance(other, DTensor):
+        return whole
+    return distribute_tensor(whole, other.device_mesh, other.placements, src_data_rank=None)
+
+
+def mesh_of(tensor: Tensor) -> object:
+    """Return the mesh among whose processes a tensor is split, or None if each process has all of it."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
+def group_by_mesh(weights: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group weights with gradients that can be used in one operation: those on the same mesh, and plain tensors."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for weight in weights:
+        if weight.grad is not None:
+            groups.setdefault(mesh_of(weight), []).append(weight)
+    return list(groups.values())
+
+
+def total_norm(weights: Iterable[nn.Parameter]) -> Tensor:
+    return whole_tensor(nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None]))
+
+
+T = TypeVar("T")
+MEMORY_MARGIN = 1.25  # memory to generate with a whole model, relative to that of its weights
+
+
+def has_room(strategy: Strategy, device: torch.device) -> bool:
+    """Return whether the whole model fits on the device of the main process; every process must call this."""
+    if not strategy.is_sharded:
+        return True
+    needed = MEMORY_MARGIN * strategy.split_bytes
+    return bool(strategy.world.broadcast(device.type != "cuda" or needed < free_memory(device)))
+
+
+def call_with_whole_model(
+    strategy: Strategy, model: nn.Module, device: torch.device, function: Callable[[nn.Module], T], otherwise: T
+) -> T | None:
+    """Return what a function of the whole model returns in the main process, and None in the others.
+
+    Every process must call this. The time that the function takes does not count against the time-out.
+
+    device: where the whole model is put; its weights may be split among the processes.
+    otherwise: what to return if it does not fit there.
+    """
+    world = strategy.world
+    if not has_room(strategy, device):
+        return otherwise if world.is_main else None
+    whole, result = strategy.whole_model(model), None
+    with world.long_work():
+        if whole is not None:
+            result = function(whole.to(device))
+    return result

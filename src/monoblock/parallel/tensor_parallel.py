@@ -8,7 +8,7 @@ feed-forward   up and gate by hidden units; down by the units it reads; experts 
 vocabulary     the token embedding and the output matrix by tokens, whether tied or not, and the loss with them
 
 Everything else is computed by every process: norms, residuals, the router, and what cannot be divided evenly (see also
-parallel/sequence_parallel.py). A weight that is split is a DTensor; a process computes with its local part.
+parallel/tensor_parallel.py). A weight that is split is a DTensor; a process computes with its local part.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from monoblock.accounting.parallel import splits_heads
 from monoblock.config.model import AttentionConfig
 from monoblock.errors import ConfigError
-from monoblock.nn.attention import Attention
+from monoblock.nn.attention import Attention, AttentionContext
 from monoblock.nn.block import Block
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.experts import Experts
 from monoblock.nn.linear import Linear
+from monoblock.nn.norm import HALF_DTYPES
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
-from monoblock.parallel.collectives import enter, leave
-from monoblock.parallel.sequence_parallel import DividedPositions
-from monoblock.parallel.vocabulary import replicate, split_parameter, split_table, to_local
 
 View = Callable[[Tensor], Tensor]  # what a process computes with, made from the weight that it stores
 
@@ -49,7 +50,7 @@ def check_splittable(model: nn.Module) -> None:
 def split_model(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> list[str]:
     """Split the weights of a Transformer in place; return a sentence for each part that is not split.
 
-    sequence: also divide the positions of norms, residual connections and dropout (parallel/sequence_parallel.py).
+    sequence: also divide the positions of norms, residual connections and dropout (parallel/tensor_parallel.py).
     """
     check_splittable(model)
     assert isinstance(model, Transformer)
@@ -271,3 +272,216 @@ def use_views(module: nn.Module, views: Mapping[str, View]) -> None:
 
     module.register_forward_pre_hook(replace_tensors)
     module.register_forward_hook(restore_tensors, always_call=True)
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the positions (B, n · T, D) of all n processes, each of which has x (B, T, D)."""
+    n = dist.get_world_size(group)
+    parts = x.new_empty((n * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
+    return parts.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the positions (B, T, D) of this process of the sum of x (B, n · T, D) over all n processes."""
+    n = dist.get_world_size(group)
+    parts = x.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=group)
+    return own
+
+
+def _select(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the positions (B, T, D) of this process of x (B, n · T, D)."""
+    return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
+
+
+class DividedPositions:
+    """The positions of the blocks of a model, divided among the processes of a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.size = group, dist.get_world_size(group)
+        self.length = 0  # positions of the sequence that a block runs on
+
+    @property
+    def is_active(self) -> bool:
+        return torch.is_grad_enabled()
+
+    # Each is a function of x with all positions (B, T, D) or with those of this process, padded (B, ceil(T / n), D).
+
+    def gather_for_parts(self, x: Tensor) -> Tensor:
+        """Gather all positions, of which each process then computes a part; the gradients of the parts are summed."""
+        return exchange(x, self.group, _gather, _scatter_sum)[:, : self.length]
+
+    def gather_for_all(self, x: Tensor) -> Tensor:
+        """Gather all positions, with which every process then computes the same."""
+        return exchange(x, self.group, _gather, _select)[:, : self.length]
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """Sum what the processes have computed for all positions, and return the positions of this process."""
+        return exchange(self._pad(x), self.group, _scatter_sum, _gather)
+
+    def select(self, x: Tensor) -> Tensor:
+        """Return the positions of this process of x, which every process has."""
+        return exchange(self._pad(x), self.group, _select, _gather)
+
+    def _pad(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 0, -x.shape[1] % self.size))
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def divide_stack(self, stack: nn.Module) -> None:
+        """Let a stack run on the positions of this process, and return all of them."""
+
+        def divide(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            self.length = args[0].shape[1]
+            return ((self.select(args[0]), *args[1:]) if self.is_active else args), options
+
+        stack.register_forward_pre_hook(divide, with_kwargs=True)
+        stack.register_forward_hook(lambda module, args, out: self.gather_for_all(out) if self.is_active else out)
+
+    def follow_block(self, block: nn.Module) -> None:
+        """Remember how many positions a block runs on, also when it is run again in the backward pass."""
+
+        def remember(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            context: AttentionContext = args[1]
+            self.length = context.resolved_mask.q.length
+
+        block.register_forward_pre_hook(remember, with_kwargs=True)
+
+    def gather_around(self, module: nn.Module) -> None:
+        """Let a module that every process computes run on all positions."""
+
+        def gather(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            return ((self.gather_for_all(args[0]), *args[1:]) if self.is_active else args), options
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+        module.register_forward_hook(lambda module, args, out: self.select(out) if self.is_active else out)
+
+
+def split_parameter(weight: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+    """Return the part of a weight that this process stores, as a DTensor that is split along `dim`."""
+    part = distribute_tensor(weight.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    return nn.Parameter(part, requires_grad=weight.requires_grad)
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process stores."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def replicate(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a tensor that every process has as a DTensor, to add it to one that is split."""
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
+class VocabularyPart(nn.Module):
+    """A table (V, D) of which this process stores some rows; it is an embedding, an output matrix, or both."""
+
+    weight: nn.Parameter
+
+    def __init__(self, table: nn.Embedding | nn.Linear, mesh: DeviceMesh) -> None:
+        self.__dict__.update(table.__dict__)
+        self.vocab, self.mesh = table.weight.shape[0], mesh
+        self.weight = split_parameter(table.weight, mesh, 0)
+
+    @property
+    def first(self) -> int:
+        """The first token whose row this process stores."""
+        return first_row(self.vocab, self.mesh)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the logits of x (…, D): in training those of all processes as a DTensor, otherwise gathered."""
+        group, rows = self.mesh.get_group(), to_local(self.weight)
+        part = None if bias is None else enter(bias, group)[self.first : self.first + len(rows)]
+        logits = F.linear(enter(x, group), rows, part)
+        shape = torch.Size((*logits.shape[:-1], self.vocab))
+        stride = torch.empty(shape, device="meta").stride()
+        whole = DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
+        return whole if self.training else whole.full_tensor()
+
+
+class EmbeddingPart(VocabularyPart, nn.Embedding):  # type: ignore[misc]
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up the tokens of this process; the others are looked up by other processes."""
+        rows = to_local(self.weight)
+        index = ids - self.first
+        is_own = (index >= 0) & (index < len(rows))
+        found = F.embedding(index.masked_fill(~is_own, 0), rows)
+        return leave(found * is_own[..., None], self.mesh.get_group())
+
+
+class OutputPart(VocabularyPart, nn.Linear):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def split_table(table: nn.Embedding | nn.Linear, mesh: DeviceMesh) -> Any:
+    """Split the rows of an nn.Embedding or nn.Linear without bias; return the part of this process."""
+    return EmbeddingPart(table, mesh) if isinstance(table, nn.Embedding) else OutputPart(table, mesh)
+
+
+def first_row(rows: int, mesh: DeviceMesh) -> int:
+    """Return the first row of this process, if `rows` rows are split as evenly as torch.chunk does."""
+    size = -(-rows // mesh.size())
+    return min(mesh.get_local_rank() * size, rows)
+
+
+def vocabulary_cross_entropy(logits: DTensor, labels: Tensor, *, ignore_index: int, label_smoothing: float) -> Tensor:
+    """Compute F.cross_entropy with reduction="sum" for logits (N, V) that are split along the vocabulary.
+
+    No process needs all logits: the maximum, the sum of the exponentials and the logit of the label are exchanged.
+    """
+    mesh, part = logits.device_mesh, logits.to_local()
+    group, part, vocab = mesh.get_group(), part.float() if part.dtype in HALF_DTYPES else part, logits.shape[-1]
+    highest = part.detach().amax(-1)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    normalizer = highest + leave((part - highest[:, None]).exp().sum(-1), group).log()
+    index = labels - first_row(vocab, mesh)
+    is_own = (index >= 0) & (index < part.shape[-1])
+    own = part.gather(-1, index.masked_fill(~is_own, 0)[:, None])[:, 0]
+    losses = normalizer - leave(own * is_own, group)
+    if label_smoothing:
+        spread = normalizer - leave(part.sum(-1), group) / vocab
+        losses = (1 - label_smoothing) * losses + label_smoothing * spread
+    return losses[labels != ignore_index].sum()
+
+
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
+        ctx.group, ctx.collective = group, backward
+        return forward(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.collective(grad, ctx.group), None, None, None
+
+
+def exchange(x: Tensor, group: dist.ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
+    """Return forward(x, group), whose gradient is backward(gradient, group)."""
+    result: Tensor = _Exchange.apply(x, group, forward, backward)
+    return result
+
+
+def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return x, of which each process then uses a part; the gradients of the parts are summed."""
+    return exchange(x, group, _same, _sum)
+
+
+def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of the parts x that the processes have computed."""
+    return exchange(x, group, _sum, _same)
+
+
+def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total

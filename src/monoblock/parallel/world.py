@@ -98,6 +98,11 @@ class World:
         dist.all_reduce(total, group=self.mesh.get_group(DATA))
         return total
 
+    def sum_losses(self, *losses: float) -> list[float]:
+        """Sum losses over the processes; those that share matrices have computed the same, and the others parts."""
+        copies = 1 if self.tensor_mesh is None else self.tensor_mesh.size()
+        return [loss / copies for loss in self.all_reduce_sum(*losses)]
+
     def broadcast(self, number: int) -> int:
         """Return, in every process, the value of `number` in the main process."""
         if self.size == 1:

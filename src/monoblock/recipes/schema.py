@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from monoblock.accounting.memory import Optimizer
 from monoblock.config.families import bart, bert, gpt, llama, t5, vaswani, vit
 from monoblock.config.model import ModelConfig
 from monoblock.config.presets import preset
@@ -123,7 +124,7 @@ class TrainSection:
     warmup: float = 100  # number of warm-up steps; below 1, a fraction of all steps
     min_lr_ratio: float = 0.1  # the final learning rate as a fraction of lr
     # "muon": Muon for matrices in blocks, AdamW for the rest; "sgd": without momentum
-    optimizer: Literal["adam", "adamw", "muon", "sgd"] = "adamw"
+    optimizer: Optimizer = "adamw"
     beta1: float = 0.9  # of Adam: decay of the mean gradient
     beta2: float = 0.95  # of Adam: decay of the mean squared gradient
     eps: float = 1e-8  # of Adam: added to the denominator

@@ -14,8 +14,8 @@ from monoblock.config.model import ModelConfig
 from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus, load_corpus_if_present
 from monoblock.data.corpora.table import CORPORA
 from monoblock.errors import ConfigError
+from monoblock.recipes.model_config import read_stored_config
 from monoblock.recipes.schema import Recipe
-from monoblock.recipes.stored_config import read_stored_config
 from monoblock.runs.recipe import parse_recipe
 from monoblock.tasks.table import find_task, task_of_corpus
 from monoblock.tasks.task import Task

@@ -14,17 +14,18 @@ from monoblock.baselines.lstm import Recurrent
 from monoblock.config.inputs import EmbeddingConfig
 from monoblock.config.model import ModelConfig
 from monoblock.config.positions import Sinusoid
+from monoblock.errors import FileError
 from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.interop.companions import read_published_fields
 from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config
+from monoblock.metrics.format import format_metric
 from monoblock.model import Transformer
-from monoblock.parallel.whole_model import has_room
+from monoblock.parallel.strategy import has_room
 from monoblock.quantization.convert import merge_adapters
 from monoblock.recipes.parse import recipe_path
-from monoblock.recipes.schema import Recipe
+from monoblock.recipes.schema import Recipe, TrainSection
 from monoblock.runs.generation_config import read_generation_defaults
-from monoblock.runs.model_card import CARD_FILE, render_model_card
 from monoblock.runs.trainable import finalize_model
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.task import Task
@@ -52,8 +53,6 @@ class Run:
     task: Task
     task_data: TaskData
     model: Transformer | Recurrent
-    trainer: Trainer
-    metrics_writer: MetricsWriter
     warm_start_event: DecisionEvent | None = None  # where the initial weights come from
     trainable_event: DecisionEvent | None = None  # which weights are trained
     stored_recipe: Recipe | None = None  # the recipe in the folder of a run that is resumed
@@ -61,6 +60,8 @@ class Run:
     interrupted: bool = False  # stopped by Ctrl-C before the last step
     custom_optimizer: str | None = None  # the class of an optimizer given from Python
     base_digest: str | None = None  # the digest of the frozen weights, if adapters are trained
+    trainer: Trainer = field(init=False)
+    metrics_writer: MetricsWriter = field(init=False)
 
     def __repr__(self) -> str:
         metrics = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
@@ -199,12 +200,15 @@ class Run:
             if name in own:
                 own[name].copy_(tensor)
 
-    def validate(self) -> dict[str, float]:
-        """Return loss and accuracy of the current model on all validation batches; every process must call this."""
+    def validate(self, max_batches: int = 0) -> dict[str, float]:
+        """Return loss and accuracy of the current model on the validation data; every process must call this.
+
+        max_batches: use at most this many batches; 0 means all.
+        """
         runtime, strategy, loss = self.trainer.runtime, self.trainer.strategy, self.trainer.loss.evaluation_loss()
         divided: dict[str, Any] = {"world": strategy.world, "evaluate_batch": strategy.evaluate_batch}
         with runtime.autocast():
-            metrics = validate(self.model, self.task_data, loss, runtime.device, **divided)
+            metrics = validate(self.model, self.task_data, loss, runtime.device, max_batches=max_batches, **divided)
         strategy.free_gathered_weights(self.model)
         return metrics
 
@@ -239,7 +243,7 @@ class Run:
         is_decoder = isinstance(model, Transformer | Recurrent) and model.config.family == "decoder-only"
         if not is_decoder or tokenizer is None:
             return ""
-        model = merge_adapters(model)
+        model = merge_adapters(model) if self.recipe.lora.rank else model
         prompt = tokenizer.encode(section.prompt) or [tokenizer.eos_id or 0]
         ids = torch.tensor([prompt], device=model.device)
         settings: dict[str, Any] = {
@@ -252,3 +256,69 @@ class Run:
         new = model.generate(ids, **settings)[0, len(prompt) :]
         known = [token for token in new.tolist() if token < tokenizer.vocab_size]  # model.vocab may be larger
         return tokenizer.decode([*tokenizer.encode(section.prompt), *known])
+
+
+CARD_FILE, TABLE_HEADER = "README.md", "| figure | value |\n|---|---|\n"
+
+
+def render_model_card(
+    recipe: Recipe,
+    task: Task,
+    model: Transformer | Recurrent,
+    metrics: dict[str, float],
+    data: TaskData,
+    custom_optimizer: str | None = None,
+) -> str:
+    family = model.config.family if isinstance(model.config, ModelConfig) else "recurrent"
+    section, tokenizer = recipe.train, data.tokenizer
+    rows = _format_rows(metrics)
+    figures = f"\n## Measured on the validation split\n\n{TABLE_HEADER}{rows}" if rows else ""
+    tokenizer_line = "" if tokenizer is None else f"- tokenizer: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens\n"
+    return (
+        f"# {recipe.name}\n\n{recipe.about}\n\n"
+        f"- model: {family}, {sum(weight.numel() for weight in model.parameters()):,} parameters\n"
+        f"{tokenizer_line}"
+        f"- trained on: {recipe.data.corpus} ({data.summary})\n"
+        f"- objective: {section.objective}, {section.steps:,} updates of {_format_batch_size(section)}, "
+        f"{custom_optimizer or section.optimizer}, lr {section.lr:g}, {section.schedule}, seed {section.seed}\n"
+        f"{_format_decoding(recipe, task, model.config.context)}"
+        f"{figures}"
+    )
+
+
+def _format_batch_size(section: TrainSection) -> str:
+    if section.batch_tokens is None:
+        return f"{section.batch * section.accumulate} sequences"
+    return f"at most {section.batch_tokens:,} tokens"
+
+
+def _format_decoding(recipe: Recipe, task: Task, context: int | None) -> str:
+    """Return the line about beam search, with its options; "" if the task does not decode by beam search."""
+    section = recipe.generate
+    if task.decoding != "beam_search":
+        return ""
+    form = "" if section.length_penalty_form == "length" else f" ({section.length_penalty_form})"
+    beam = f"beam {section.num_beams}, length penalty {section.length_penalty:g}{form}"
+    search = beam if section.num_beams > 1 else "greedy"
+    return f"- targets: {search}, at most {section.new_tokens_within(context)} tokens (generation_config.json)\n"
+
+
+def _format_rows(metrics: dict[str, Any]) -> str:
+    texts = {
+        name: format_metric(name, value, ".6g") if isinstance(value, int | float) else value
+        for name, value in metrics.items()
+    }
+    return "".join(f"| {name} | {text} |\n" for name, text in texts.items() if isinstance(text, str))
+
+
+def add_metrics(folder: Path, corpus: str, metrics: dict[str, Any]) -> None:
+    """Add metrics on a corpus to the model card of a run folder, replacing those of the same corpus and split."""
+    path = folder / CARD_FILE
+    if not path.is_file():
+        raise FileError(
+            f"{folder} has no model card ({CARD_FILE}) to add metrics to; give --card only for a run folder"
+        )
+    heading = f"\n## Measured on {corpus}, split {metrics.get('split', 'all')}\n"
+    before, _, rest = path.read_text(encoding="utf-8").partition(heading)
+    _, next_heading, after = rest.partition("\n## ")
+    write_atomically(path, f"{before}{heading}\n{TABLE_HEADER}{_format_rows(metrics)}{next_heading}{after}")

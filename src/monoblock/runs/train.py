@@ -1,32 +1,71 @@
-"""`mb.train`: train a recipe from Python into a run folder."""
+"""Train a recipe into a run folder: `mb.train`.
+
+plan = resolve(recipe)               the task, the stored model to start from, and what is known of the new model
+data = read_data(plan, …)            batches, tokenizer and labels (runs/build_data.py, and the task)
+model = build(plan, data)            with its initial weights, and all sizes that follow from the data
+Trainer(model, data, …).run()        the training loop (training/trainer.py)
+"""
 
 from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from monoblock.errors import InputError
+from monoblock.baselines.carried import CarriedLoss, CarriedState
+from monoblock.baselines.lstm import Recurrent
+from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.data.batching.loader import BatchLoader
+from monoblock.data.batching.plans import BatchIndices, batch_for_rank
+from monoblock.errors import ConfigError, InputError
+from monoblock.interop.weights import compute_body_digest
+from monoblock.kernels.fp8_linear import SIZE_MULTIPLE
 from monoblock.model import Transformer
-from monoblock.recipes.parse import read_toml
-from monoblock.recipes.schema import Recipe
-from monoblock.runs.custom_parts import Batch, CustomParts
-from monoblock.runs.prepare_run import prepare_run
+from monoblock.nn.stack import Stack
+from monoblock.parallel.strategy import DataParallel, FullySharded, Strategy, TensorParallel
+from monoblock.parallel.world import SINGLE_PROCESS, World
+from monoblock.recipes.parse import check_parallel, read_toml, recipe_path
+from monoblock.recipes.schema import Recipe, TrainSection
+from monoblock.runs.build_data import (
+    NO_CUSTOM_PARTS,
+    Batch,
+    CustomParts,
+    build_custom_data,
+    build_task_data,
+    expected_config,
+    model_context,
+)
 from monoblock.runs.progress import TrainingProgress, train_to_end
-from monoblock.runs.recipe import parse_recipe
+from monoblock.runs.recipe import build_model_config, parse_recipe, read_recipe, task_of_recipe
 from monoblock.runs.run import Run
+from monoblock.runs.run_folder import CHECKPOINTS_FOLDER, check_run_folder, run_identity, write_initial_files
+from monoblock.runs.trainable import prepare_trainable, resolve_steps
+from monoblock.runs.warm_start import WarmStart, copy_weights, load_warm_start
 from monoblock.tasks.task import Task
+from monoblock.tasks.task_data import TaskData
 from monoblock.tokenizers.tokenizer import Tokenizer
-from monoblock.training.events import TrainingEvent
+from monoblock.training.checkpoint import list_steps
+from monoblock.training.collate import TensorBatch
+from monoblock.training.events import DecisionEvent, MetricsWriter, TrainingEvent
+from monoblock.training.guard import UpdateGuard
 from monoblock.training.interrupt import stop_on_interrupt
+from monoblock.training.loss import AdversarialLoss, CrossEntropyLoss, FunctionLoss, Loss
+from monoblock.training.optimizer import Optimizers, build_optimizers
+from monoblock.training.resume_state import seed_generators
 from monoblock.training.run_lock import lock_run_folder
+from monoblock.training.runtime import RuntimeConfig, check_device, choose_runtime
+from monoblock.training.schedule import learning_rate
+from monoblock.training.trainer import Trainer, TrainingArguments
 
 RecipeLike = str | Path | Mapping[str, object] | Recipe
 OWN_DATA = "batches"  # data.corpus of a run that trains on the user's batches
+TOKEN_ACCURACY = "token_accuracy"  # the accuracy of a language model, given the right tokens before; not of whole texts
 
 
 def train(
@@ -87,6 +126,265 @@ def train(
     if run.interrupted and stop.signal == signal.SIGTERM:
         signal.raise_signal(signal.SIGTERM)
     return run
+
+
+def prepare_run(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    parts: CustomParts = NO_CUSTOM_PARTS,
+    data: Path | None = None,
+    resume: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+    tensorboard: bool = False,
+    world: World = SINGLE_PROCESS,
+) -> Run:
+    """Build the data, model and trainer of a run, and write the first files of the run folder.
+
+    parts: the parts of the run that the user wrote in Python.
+    data: the user's folder of corpora.
+    resume: continue the run in the folder; its tokenizer is used again.
+    stop: a function that is called after every step; training stops when it returns True.
+    world: the processes that train together; the main process builds its run before the others.
+    """
+    with world.main_process_first():  # the others find the files that it wrote
+        if world.is_main:
+            check_run_folder(folder, resume)
+        resume = resume and bool(list_steps(folder / CHECKPOINTS_FOLDER))  # else the run starts again, with its data
+        plan = resolve(recipe, parts.task)
+        task_data = read_data(plan, parts, data, folder if resume or not world.is_main else None)
+        final = replace(plan, recipe=resolve_steps(recipe, task_data))
+        check_parallel(final.recipe, world.size, has_own_loss=plan.task.has_own_loss)
+        run = build(final, task_data, folder, parts.model_class)
+        strategy = build_strategy(final.recipe, world)
+        strategy.check_model(run.model)
+        runtime = _choose_runtime(final.recipe.train, run.model, world)
+        if world.is_main and not resume:
+            write_initial_files(folder, final.recipe, plan.task, run.model.config, task_data, plan.start)
+    run.trainer = build_trainer(run, runtime, strategy, stop, parts)
+    run.trainer.identity = run_identity(recipe, plan.task, run.model.config, task_data, plan.start)
+    run.metrics_writer = MetricsWriter(folder, tensorboard=tensorboard, disabled=not world.is_main)
+    if resume:
+        run.stored_recipe = read_recipe(recipe_path(folder), task=plan.task)
+    return run
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe says before its data are read."""
+
+    recipe: Recipe
+    task: Task
+    start: WarmStart | None  # the stored model that training starts from
+    config: ModelConfig | RecurrentConfig | None  # of the model, as far as it does not follow from the data
+
+
+def resolve(recipe: Recipe, task: Task | None = None) -> Plan:
+    """Find the task, the stored model and the configuration of a recipe; nothing is written.
+
+    task: a task of the user, which the recipe selects by its name in train.objective.
+    """
+    task, start = task_of_recipe(recipe, task), load_warm_start(recipe.model)
+    return Plan(recipe, task, start, expected_config(recipe, task, start))
+
+
+def read_data(plan: Plan, parts: CustomParts, data_folder: Path | None, run_folder: Path | None) -> TaskData:
+    """Return the batches of a run, with its tokenizer and labels.
+
+    run_folder: the folder of a run whose tokenizer is used again.
+    """
+    if parts.batches is not None:
+        return build_custom_data(parts, plan.start)
+    context = model_context(plan.recipe, plan.config, plan.start)
+    folders = {"data_folder": data_folder, "run_folder": run_folder}
+    return build_task_data(plan.recipe, context, task=plan.task, config=plan.config, start=plan.start, **folders)
+
+
+def build(plan: Plan, data: TaskData, folder: Path, model_class: type[Transformer] = Transformer) -> Run:
+    """Build the model of a run with its initial weights, on the CPU; weights that are not trained are frozen."""
+    recipe, task, start = plan.recipe, plan.task, plan.start
+    vocab = None if data.tokenizer is None else data.tokenizer.vocab_size
+    stored = None if start is None else start.config
+    config = build_model_config(recipe, vocab, stored, task=task, **data.model_sizes)
+    seed_generators(recipe.train.seed)
+    model: Transformer | Recurrent = Recurrent(config) if isinstance(config, RecurrentConfig) else model_class(config)
+    event, fresh = None, list[str]()
+    if start is not None:
+        keep_head = isinstance(model, Recurrent) or start.keeps_head(task.head, recipe.model)
+        fresh = copy_weights(model, start, keep_head=keep_head)
+        count = sum(tensor.numel() for name, tensor in model.state_dict().items() if name not in fresh)
+        new = f"fresh: {', '.join(fresh) or 'nothing'}"
+        event = DecisionEvent(f"begins with {count:,} weights of {start.folder}", new)
+    model, trainable_event = prepare_trainable(model, recipe, fresh)
+    digest = compute_body_digest(start.model) if start is not None and recipe.lora.rank else None
+    return Run(recipe, folder, task, data, model, event, trainable_event, base_digest=digest)
+
+
+def build_trainer(
+    run: Run, runtime: RuntimeConfig, strategy: Strategy, stop: Callable[[], bool], parts: CustomParts
+) -> Trainer:
+    """Distribute the model of a run among its processes, and build the trainer; every process must call this."""
+    section, data, model, world = run.recipe.train, run.task_data, run.model, strategy.world
+    config = model.config
+    if not strategy.is_sharded:  # else its parts are moved when it is split
+        model.to(runtime.device)
+    world.seed_process(section.seed)
+    if section.activation_checkpointing and isinstance(model, Transformer):
+        model.recompute(section.activation_checkpointing)
+    if strategy.is_sharded and runtime.autocast_dtype == torch.float16:
+        raise ConfigError(f"fp16 cannot be used with train.parallel={section.parallel}; write train.precision=bf16")
+    loss = build_loss(section, config, run.task, world.sum_tensor_over_data if world.size > 1 else None)
+    module = strategy.prepare(model, runtime.autocast_dtype)
+    optimizers = Optimizers([parts.build_optimizer(model)]) if parts.optimizer is not None else None
+    if optimizers is not None:
+        run.custom_optimizer = type(optimizers.optimizers[0]).__name__
+
+    def rate(step: int) -> float:
+        sizes: dict[str, Any] = {"steps": section.steps, "warmup": section.warmup, "width": config.width}
+        return learning_rate(section.schedule, step, peak=section.lr, floor=section.min_lr_ratio, **sizes)
+
+    return Trainer(
+        model=model,
+        optimizers=optimizers or _build_optimizers(section, model, strategy),
+        learning_rate=rate,
+        loss=loss,
+        batches=data.batches or _batch_iterator(section, data, world),
+        args=TrainingArguments(
+            steps=section.steps,
+            accumulate=section.accumulate,
+            clip=section.clip,
+            save_every=int(section.save_every),
+            save_async=section.save_async,
+            eval_every=int(section.eval_every),
+            sample_every=section.sample_every,
+            keep=max(section.keep_checkpoints, section.average_checkpoints),
+            ema=section.ema,
+        ),
+        runtime=runtime,
+        folder=run.folder / CHECKPOINTS_FOLDER,
+        evaluate=None if data.evaluation_batches is None else lambda model: run.validate(section.eval_batches),
+        sample=run.sample_text,
+        guard=UpdateGuard(spike=section.spike_threshold, patience=section.max_skipped_updates),
+        should_stop=stop,
+        strategy=strategy,
+        module=module,
+        save_trainable_only=bool(run.recipe.lora.rank),
+    )
+
+
+def build_loss(
+    section: TrainSection,
+    config: ModelConfig | RecurrentConfig,
+    task: Task,
+    sum_over_data: Callable[[Tensor], Tensor] | None = None,
+) -> Loss:
+    """Return the loss of a task, with the label smoothing, load balancing and adversarial training of the recipe."""
+    if task.has_own_loss:
+        if section.label_smoothing:
+            raise ConfigError(
+                f"train.label_smoothing cannot be used with the objective {task.name!r}, which has a loss of its own; "
+                "leave it out"
+            )
+        return FunctionLoss(task.loss)
+    stacks = config.stacks.values() if isinstance(config, ModelConfig) else ()
+    experts = next(
+        (block.feedforward.experts for stack in stacks for block in stack.layers() if block.feedforward.experts), None
+    )
+    kind, carried = CrossEntropyLoss, {}
+    if isinstance(config, RecurrentConfig):
+        kind, carried = CarriedLoss, {"carried": CarriedState(section.batch * section.accumulate)}
+    loss = kind(
+        section.label_smoothing,
+        section.load_balancing if experts else 0.0,
+        experts.top_k if experts else 1,
+        TOKEN_ACCURACY if task.head in ("language_model", "masked_lm") else "accuracy",
+        sum_over_data=sum_over_data,
+        over_positions=task.classes_are_positions,
+        fp8=section.precision == "fp8",
+        **carried,
+    )
+    return AdversarialLoss(loss, section.adversarial) if section.adversarial else loss
+
+
+def _build_optimizers(section: TrainSection, model: nn.Module, strategy: Strategy) -> Optimizers:
+    return build_optimizers(
+        model,
+        section.optimizer,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        table_decay=section.embedding_weight_decay,
+        adam_factor=section.adam_lr_factor,
+        layer_decay=section.layer_decay,
+        other_names=strategy.weights_elsewhere,
+    )
+
+
+def _batch_iterator(section: TrainSection, task_data: TaskData, world: World) -> Callable[[int], Iterator[TensorBatch]]:
+    """Return a function that takes the number of a step and yields the batches of this process from that step on."""
+    plan, build_batch = task_data.batch_plan, task_data.build_batch
+    assert plan is not None
+    assert build_batch is not None
+
+    def build(batch: BatchIndices) -> TensorBatch:
+        """Build this process's share of a batch; `samples` has the indices of the whole batch.
+
+        If there are fewer samples than processes, some build the first sample, without targets: all have to compute.
+        """
+        share, samples = batch_for_rank(batch, world.data_rank, world.data_size), batch.indices.tolist()
+        if not len(share.indices):
+            first = BatchIndices(batch.epoch, batch.indices[:1])
+            return build_batch(first).without_targets()._replace(samples=samples)
+        return build_batch(share)._replace(samples=samples)
+
+    def batches(step: int) -> Iterator[TensorBatch]:
+        return iter(BatchLoader(plan, build, start=step, stop=section.steps, workers=section.workers))
+
+    return batches
+
+
+def build_strategy(recipe: Recipe, world: World) -> Strategy:
+    """Return the strategy that a recipe names; a process without torchrun needs none."""
+    name, section = recipe.train.parallel, recipe.parallel
+    if world.mesh is None:
+        return Strategy(world)
+    if name == "ddp" or (name == "pp" and world.pipeline_size == 1):
+        return DataParallel(world)
+    if name == "tp":
+        return TensorParallel(world, sequence=section.sequence)
+    if name == "pp":
+        from monoblock.parallel.pipeline_parallel import PipelineParallel  # torch's pipelines take a second to import
+
+        return PipelineParallel(world, schedule=section.schedule, micro_batches=section.microbatches)
+    sharding = {"reshard_after_forward": section.reshard_after_forward, "offload": section.offload}
+    return FullySharded(world, **sharding, sequence=section.sequence)
+
+
+def _choose_runtime(section: TrainSection, model: Transformer | Recurrent, world: World) -> RuntimeConfig:
+    """Choose device, precision and compilation; raise ConfigError if this machine or model cannot have them.
+
+    With products in 8 bits, the model gets the layers for them.
+    """
+    check_device(section.device)
+    reason = "adversarial training computes a gradient inside the loss" if section.adversarial else None
+    if world.pipeline_size > 1:
+        reason = "pipeline stages are not compiled"
+    runtime = choose_runtime(
+        section.device,
+        section.precision,
+        section.compile,
+        deterministic=section.deterministic,
+        steps=section.steps,
+        no_compile_reason=reason,
+    )
+    stacks = [part for part in model.modules() if isinstance(part, Stack) and runtime.fp8]
+    changed = [stack.use_fp8_products() for stack in stacks]
+    if runtime.fp8 and not any(changed):
+        raise ConfigError(
+            f"train.precision=fp8 changes no layer of this model: it needs a Transformer with sizes that are multiples "
+            f"of {SIZE_MULTIPLE}; write train.precision=bf16"
+        )
+    return runtime
 
 
 def _parse(

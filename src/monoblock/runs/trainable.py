@@ -119,7 +119,7 @@ def finalize_model(
     labels: the class names of the head.
     save_adapters: False in all processes but the main one.
     """
-    if not any(True for _ in lora_layers(model)):
+    if not recipe.lora.rank:
         for weight in model.parameters():
             weight.requires_grad_(True)
         return model

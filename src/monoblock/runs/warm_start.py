@@ -24,7 +24,7 @@ from monoblock.interop.labels import read_labels
 from monoblock.interop.tokenizer_folder import load_tokenizer
 from monoblock.interop.weights import compute_digest
 from monoblock.model import Transformer
-from monoblock.recipes.stored_config import FRESH_HEAD, read_stored_config, resolve_model_folder
+from monoblock.recipes.model_config import FRESH_HEAD, read_stored_config, resolve_model_folder
 from monoblock.runs.generation_config import DECODER_START_KEY, read_generation_defaults, read_stored_settings
 from monoblock.tokenizers.tokenizer import Tokenizer
 

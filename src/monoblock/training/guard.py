@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +132,7 @@ NO_TARGETS = "the batch has no targets"
 
 @dataclass
 class Update:
-    """One step: what its events report.  Loss and gradient norm may still be on their way from the GPU."""
+    """One step: what its events report. Loss and gradient norm may still be on their way from the GPU."""
 
     step: int
     tokens: int
@@ -142,6 +142,10 @@ class Update:
     has_targets: bool
     loss: float | Tensor
     grad_norm: float | Tensor
+    reason: str | None = None  # why it was rejected
+    seconds: float = 0.0
+    is_fp16_overflow: bool = False
+    is_decided: bool = True  # whether Python knows if it was rejected
     _arrival: torch.cuda.Event | None = field(default=None, repr=False)
 
     def send_to_host(self) -> None:
@@ -155,7 +159,7 @@ class Update:
             self._arrival = torch.cuda.Event()
             self._arrival.record()
 
-    def read(self) -> tuple[float, float]:
+    def wait(self) -> tuple[float, float]:
         """Return loss and gradient norm; wait until they have arrived."""
         if self._arrival is not None:
             self._arrival.synchronize()
@@ -163,21 +167,11 @@ class Update:
         return self.loss, self.grad_norm
 
 
-class FinishedUpdate(NamedTuple):
-    """A step whose loss and gradient norm are known; `reason` says why its update was rejected, or is None."""
-
-    update: Update
-    loss: float
-    grad_norm: float
-    reason: str | None
-    seconds: float
-    is_fp16_overflow: bool
-
-
 class Updater:
     """Run the optimizers of a training run, guarded by an `UpdateGuard`.
 
-    can_wait: whether to read loss and gradient norm one step later, where the optimizers allow it.
+    can_wait: whether loss and gradient norm are read one step later, where the optimizers allow it.
+    sum_losses: a function that sums the losses of several steps over the processes of the run.
     """
 
     def __init__(
@@ -189,67 +183,71 @@ class Updater:
         average: ExponentialMovingAverage | None = None,
         *,
         can_wait: bool = False,
+        sum_losses: Callable[..., list[float]] = lambda *losses: list(losses),
     ) -> None:
         self.model, self.optimizers, self.guard, self.scaler, self.average = model, optimizers, guard, scaler, average
         is_deferred = can_wait and not scaler.is_enabled() and can_defer(optimizers)
         self.device_guard = DeviceGuard(guard) if is_deferred else None
-        self.unread: Update | None = None  # the last step, if its loss is still on the device
+        self.lag = int(is_deferred)  # how many steps are read later, while the next one runs
+        self.sum_losses = sum_losses
+        self.unread: list[Update] = []  # the steps that were not reported yet
         self.last_end = 0.0  # when the last step was reported
 
-    def run(self, update: Update) -> Iterator[FinishedUpdate]:
-        """Apply the update of a step, unless it is rejected; yield the steps that are finished by then."""
+    def run(self, update: Update) -> None:
+        """Apply the update of a step, unless it is rejected."""
         self.optimizers.set_lr(update.lr)
         if self.device_guard is None or not update.has_targets:
-            yield from self.finish()
-            yield self._finish(update, is_applied=False)
-            return
-        assert isinstance(update.loss, Tensor)
-        assert isinstance(update.grad_norm, Tensor)
-        is_good = self.device_guard.apply_unless_bad(self.optimizers, update.loss, update.grad_norm)
-        if self.average is not None:
-            self.average.update_if(is_good, self.model)
+            self._decide(update)
+            if update.reason is None:
+                for optimizer in self.optimizers.optimizers:
+                    self.scaler.step(optimizer)
+            if update.reason is None or self.scaler.is_enabled():
+                self.scaler.update()  # halves the scale if a gradient is not finite
+            if update.reason is None and self.average is not None:
+                self.average.update(self.model)
+            update.is_fp16_overflow = self.is_fp16_overflow(*update.wait())
+        else:
+            assert isinstance(update.loss, Tensor)
+            assert isinstance(update.grad_norm, Tensor)
+            is_good = self.device_guard.apply_unless_bad(self.optimizers, update.loss, update.grad_norm)
+            if self.average is not None:
+                self.average.update_if(is_good, self.model)
+            update.is_decided = False
+            update.send_to_host()
         self.optimizers.zero_grad()
-        update.send_to_host()
-        previous, self.unread = self.unread, update
-        if previous is not None:
-            yield self._finish(previous, is_applied=True)
+        self.unread.append(update)
 
-    def finish(self) -> Iterator[FinishedUpdate]:
-        """Yield the last step, if it is not finished."""
-        if self.unread is not None:
-            update, self.unread = self.unread, None
-            yield self._finish(update, is_applied=True)
+    def read(self, keep: int = 0) -> Iterator[Update]:
+        """Yield the steps that were not reported yet, but the last `keep`, with their losses and gradient norms."""
+        count = len(self.unread) - keep
+        updates, self.unread = self.unread[: max(count, 0)], self.unread[max(count, 0) :]
+        if not updates:
+            return
+        losses = self.sum_losses(*(update.wait()[0] for update in updates))
+        now, start = time.perf_counter(), max(updates[0].start, self.last_end)
+        self.last_end = now
+        for update, loss in zip(updates, losses, strict=True):
+            update.loss, update.seconds = loss, (now - start) / len(updates)
+            if not update.is_decided:
+                self._decide(update)
+            elif update.reason not in (None, NO_TARGETS) and not math.isfinite(loss):
+                update.reason = self.guard.rejection_reason(*update.wait())
+            yield update
 
     def discard(self) -> None:
-        """Forget the last step and what the device knows of the guard, because weights and guard were replaced."""
-        self.unread = None
+        """Forget unread steps and what the device knows of the guard, because weights and guard were replaced."""
+        self.unread = []
         if self.device_guard is not None:
             self.device_guard.reset()
 
-    def _finish(self, update: Update, *, is_applied: bool) -> FinishedUpdate:
-        loss, grad_norm = update.read()
-        reason = self.guard.rejection_reason(loss, grad_norm) if update.has_targets else NO_TARGETS
-        if not is_applied:
-            self._apply_unless(reason)
-        overflows = self.is_fp16_overflow(loss, grad_norm)
-        if reason is None:
+    def _decide(self, update: Update) -> None:
+        """Ask the guard whether to apply an update; a good one changes the usual norm."""
+        loss, grad_norm = update.wait()
+        update.reason = self.guard.rejection_reason(loss, grad_norm) if update.has_targets else NO_TARGETS
+        if update.reason is None:
             self.guard.record_good_update(grad_norm)
-        now, start = time.perf_counter(), max(update.start, self.last_end)
-        self.last_end = now
-        return FinishedUpdate(update, loss, grad_norm, reason, now - start, overflows)
 
     def is_fp16_overflow(self, loss: float, grad_norm: float) -> bool:
         """Return whether only the loss scale is too large for fp16, so that the gradient overflowed."""
         is_scaled = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
         return is_scaled and math.isfinite(loss) and not math.isfinite(grad_norm)
-
-    def _apply_unless(self, reason: str | None) -> None:
-        if reason is None:
-            for optimizer in self.optimizers.optimizers:
-                self.scaler.step(optimizer)
-            self.scaler.update()
-            if self.average is not None:
-                self.average.update(self.model)
-        elif self.scaler.is_enabled():
-            self.scaler.update()  # halves the scale if a gradient is not finite
-        self.optimizers.zero_grad()

@@ -27,7 +27,7 @@ from monoblock.nn.modules.hooks import is_customized
 from monoblock.nn.norm import HALF_DTYPES
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 from monoblock.nn.transformer import Transformer
-from monoblock.parallel import vocabulary
+from monoblock.parallel.tensor_parallel import vocabulary_cross_entropy
 
 MEAN_TOLERANCE = 1e-3  # relative difference between the losses of a row and of the same row twice
 
@@ -208,7 +208,7 @@ class CrossEntropyLoss:
         """
         flat = logits.reshape(-1, logits.shape[-1])
         if isinstance(flat, DTensor):  # the vocabulary is split among processes
-            return vocabulary.cross_entropy(
+            return vocabulary_cross_entropy(
                 flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, label_smoothing=self.label_smoothing
             )
         return F.cross_entropy(

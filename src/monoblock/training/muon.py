@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoblock.parallel.gather import mesh_of, split_like, whole_tensor
+from monoblock.parallel.strategy import mesh_of, split_like, whole_tensor
 
 # Chosen for the steepest slope at zero that keeps all singular values near one.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)

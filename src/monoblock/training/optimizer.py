@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from monoblock.errors import ConfigError, did_you_mean
-from monoblock.parallel.gather import mesh_of
+from monoblock.parallel.strategy import mesh_of
 from monoblock.training.muon import Muon
 
-OPTIMIZERS = ("adam", "adamw", "muon", "sgd")
+# What builds the optimizer of parameter groups from beta1 and beta2, and epsilon; accounting/memory.py lists the names.
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]] = {
+    "adam": lambda groups, betas, eps: torch.optim.Adam(groups, lr=0.0, betas=betas, eps=eps, fused=True),
+    "adamw": lambda groups, betas, eps: torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True),
+    "sgd": lambda groups, betas, eps: torch.optim.SGD(groups, lr=0.0, fused=True),
+}
+OPTIMIZERS["muon"] = OPTIMIZERS["adamw"]  # of the other weights
 
 
 def is_embedding_table(name: str, weight: Tensor) -> bool:
@@ -121,12 +127,7 @@ def build_optimizers(
         optimizers.append(Muon(_group_by_lr(matrices, weight_decay, lr_scales), momentum=momentum))
     if rest:
         groups = _parameter_groups(rest, weight_decay, table_decay, adam_factor if kind == "muon" else 1.0, lr_scales)
-        options: dict[str, Any] = {"lr": 0.0, "fused": True}
-        if kind == "sgd":
-            optimizers.append(torch.optim.SGD(groups, **options))
-        else:
-            adam = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-            optimizers.append(adam(groups, betas=betas, eps=eps, **options))
+        optimizers.append(OPTIMIZERS[kind](groups, betas, eps))
     return Optimizers(optimizers)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from monoblock.errors import FileError, shorten_message
 from monoblock.kernels.cpu import library
-from monoblock.parallel.gather import mesh_of
+from monoblock.parallel.strategy import mesh_of
 from monoblock.training import checkpoint, sharded_checkpoint
 from monoblock.training.guard import STATE_FIELDS
 from monoblock.training.optimizer import Optimizers

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from monoblock.errors import ConfigError, FileError, InputError, MonoblockError
-from monoblock.parallel.strategy import MicroBatch, Strategy
-from monoblock.parallel.whole_model import call_with_whole_model
+from monoblock.parallel.strategy import Strategy, call_with_whole_model, group_by_mesh
 from monoblock.parallel.world import World
 from monoblock.training import checkpoint, resume_state
 from monoblock.training.checkpoint_saver import CheckpointSaver
@@ -28,7 +28,7 @@ from monoblock.training.events import (
     TrainingEvent,
     WarningEvent,
 )
-from monoblock.training.guard import FinishedUpdate, Update, UpdateGuard, Updater
+from monoblock.training.guard import Update, UpdateGuard, Updater
 from monoblock.training.loss import FunctionLoss, Loss
 from monoblock.training.optimizer import Optimizers
 from monoblock.training.runtime import RuntimeConfig
@@ -54,6 +54,16 @@ class TrainingArguments:
 NO_SAMPLE = "(no sample: the whole model does not fit on the device of the main process)"
 NO_CHECKPOINT = -1  # stands for None when a step is broadcast
 MAX_SAMPLES_SHOWN = 8  # how many samples of a bad batch a message lists
+SECONDS_BETWEEN_REPORTS = 1.0  # of the losses of several processes, which are summed only to be reported
+
+
+class Counts(NamedTuple):
+    """What the processes agree on before a step."""
+
+    targets: int  # in all processes
+    rows: int  # of the largest part of the batch
+    stop: bool = False
+    report: bool = True  # whether to report the steps so far
 
 
 @dataclass
@@ -85,13 +95,18 @@ class Trainer:
         self.step, self.tokens, self.num_micro_batches = 0, 0, self.args.accumulate
         self.best: dict[str, Any] = {"step": None, "loss": None}
         self.last_good_step: int | None = None  # of the last checkpoint without rejected updates just before it
+        self.last_report = 0.0  # when losses were last summed over the processes
         self.average = ExponentialMovingAverage(self.model, self.args.ema) if self.args.ema else None
         self.scaler = torch.amp.GradScaler(
             self.runtime.device.type, enabled=self.runtime.autocast_dtype == torch.float16
         )
-        is_single_gpu = self.runtime.device.type == "cuda" and type(self.strategy) is Strategy
         parts = (self.model, self.optimizers, self.guard, self.scaler, self.average)
-        self.updater = Updater(*parts, can_wait=is_single_gpu)
+        # Optimizers of weights that are split cannot leave out an update on the device.
+        can_wait, sum_losses = (
+            self.runtime.device.type == "cuda" and not self.strategy.is_sharded,
+            self.world.sum_losses,
+        )
+        self.updater = Updater(*parts, can_wait=can_wait, sum_losses=sum_losses)
         self.saver = CheckpointSaver(self.folder, self.strategy, in_background=self.args.save_async)
         self.compute_loss = self._eager_loss
         if self.runtime.compiled:
@@ -119,8 +134,12 @@ class Trainer:
                     batch = next(batches)
                     if self.step == first_step:
                         yield from self._check_loss(batch)
-                    yield from self._run_step(batch)
-                yield from self._report(self.updater.finish())
+                    counts = self._count(batch)
+                    if counts.stop:
+                        break
+                    yield from self._train_step(batch, counts)
+                    yield from self._evaluate_and_save()
+                yield from self._report(self.updater.read())
             finally:
                 getattr(batches, "close", lambda: None)()
             interrupted = self.step < self.args.steps
@@ -130,9 +149,24 @@ class Trainer:
         yield FinishedEvent(self.step, interrupted)
 
     def _must_stop(self) -> bool:
-        stop, failed = self.world.all_reduce_sum(self.should_stop(), self.saver.has_failed)
+        """Return whether a single process was asked to stop; several tell each other when they count a batch."""
+        if self.world.size > 1:
+            return False
+        self.saver.raise_error_if(self.saver.has_failed)
+        return self.should_stop()
+
+    def _count(self, batch: TensorBatch) -> Counts:
+        """Count a batch in all processes, which exchange these numbers, and no others, in every step."""
+        world, now = self.world, time.monotonic()
+        if world.size == 1:
+            return Counts(batch.target_count, batch.batch_size)
+        is_due = world.is_main and now - self.last_report >= SECONDS_BETWEEN_REPORTS
+        own = (batch.target_count, batch.batch_size, self.should_stop(), self.saver.has_failed, is_due)
+        targets, rows, stop, failed, report = world.all_reduce_sum(*own)
         self.saver.raise_error_if(failed)
-        return bool(stop)
+        self.last_report = now if report else self.last_report
+        copies = world.size // world.data_size  # processes that read the same part of a batch
+        return Counts(int(targets) // copies, math.ceil(rows / world.size), bool(stop), bool(report))
 
     def _check_loss(self, batch: TensorBatch) -> Iterator[WarningEvent]:
         """Warn if a loss of the user is not a finite sum over the targets; this changes no state of the training."""
@@ -151,47 +185,23 @@ class Trainer:
         if problem is not None:
             yield WarningEvent(problem)
 
-    def _run_step(self, batch: TensorBatch) -> Iterator[TrainingEvent]:
-        """Run one step, then evaluate, sample and save if due."""
-        yield from self._update(batch)
-        is_last = self.step == self.args.steps
-        if any(map(self._is_due, (self.args.eval_every, self.args.sample_every, self.args.save_every))) or is_last:
-            yield from self._report(self.updater.finish())
-        if self._is_due(self.args.eval_every) or (self.evaluate and self.args.eval_every and is_last):
-            yield from self._evaluate()
-        if self._is_due(self.args.sample_every) and self.sample is not None:
-            text = call_with_whole_model(self.strategy, self.model, self.runtime.device, self.sample, NO_SAMPLE)
-            if text is not None:
-                yield SampleEvent(self.step, text)
-        yield from self.saver.poll()
-        if self._is_due(self.args.save_every):
-            yield from self._save()
+    # -- one step -------------------------------------------------------------------------------------------------
 
-    def _is_due(self, every: int) -> bool:
-        return bool(every) and self.step % every == 0
-
-    # -- one update -----------------------------------------------------------------------------------------------
-
-    def _update(self, batch: TensorBatch) -> Iterator[TrainingEvent]:
+    def _train_step(self, batch: TensorBatch, counts: Counts) -> Iterator[TrainingEvent]:
+        """Compute the gradients of a batch, clip them and update the weights, unless the guard rejects the update."""
         start, lr = time.perf_counter(), self.learning_rate(self.step)
-        target_count, rows = map(int, self.world.sum_over_data(batch.target_count, batch.batch_size))
-        loss, warnings = self._compute_gradients(batch, target_count, -(-rows // self.world.data_size))
+        loss, warnings = self._compute_gradients(batch, counts.targets, counts.rows)
         yield from warnings
-        self.step, self.tokens = self.step + 1, self.tokens + target_count
-        norm = self._clip_gradients()
-        update = Update(self.step, self.tokens, lr, start, batch, bool(target_count), loss, norm)
-        yield from self._report(self.updater.run(update))
-
-    def _report(self, updates: Iterator[FinishedUpdate]) -> Iterator[TrainingEvent]:
-        """Yield the events of finished steps; roll back after too many bad ones."""
-        for update, loss, grad_norm, reason, seconds, is_fp16_overflow in updates:
-            if reason is None:
-                yield StepEvent(update.step, loss, update.lr, grad_norm, update.tokens, seconds)
-                continue
-            skipped = SkippedUpdateEvent(update.step, reason, update.batch.epoch, update.batch.samples)
-            yield skipped
-            if not is_fp16_overflow and self.guard.record_bad_update():
-                yield from self._roll_back(skipped)
+        for optimizer in self.optimizers.optimizers:
+            self.scaler.unscale_(optimizer)
+        norm = self.strategy.gradient_norm(self.model)
+        if self.args.clip:
+            clip_gradients(self.model.parameters(), self.args.clip, norm)
+        self.step, self.tokens = self.step + 1, self.tokens + counts.targets
+        update = Update(self.step, self.tokens, lr, start, batch, bool(counts.targets), loss, norm)
+        self.updater.run(update)
+        if counts.report or update.reason is not None:
+            yield from self._report(self.updater.read(keep=self.updater.lag))
 
     def _compute_gradients(
         self, batch: TensorBatch, target_count: int, rows: int
@@ -205,8 +215,7 @@ class Trainer:
         warnings: list[WarningEvent] = []
         while True:
             try:
-                loss = self._accumulate_gradients(batch, target_count, rows)
-                return self.world.sum_over_data(float(loss))[0] if self.world.data_size > 1 else loss, warnings
+                return self._accumulate_gradients(batch, max(target_count, 1), rows), warnings
             except torch.OutOfMemoryError:
                 if self.world.size > 1:  # the other processes wait for the gradients of this one
                     raise MonoblockError(
@@ -214,6 +223,23 @@ class Trainer:
                         f"train.accumulate and a smaller train.batch, and continue with --resume"
                     ) from None
             warnings.append(self._halve_micro_batch(rows, batch))
+
+    def _accumulate_gradients(self, batch: TensorBatch, target_count: int, rows: int) -> float | Tensor:
+        """Add up the gradients of all micro-batches; return the sum of their losses in this process."""
+        module = self.module or self.model
+        micro_batches = batch.split_alike(self.strategy.count_micro_batches(self.num_micro_batches, rows), rows)
+        if self.strategy.has_schedule:  # micro-batches pass through several processes
+            mean_loss = lambda *batch: _spread_problem(self.loss(*batch) / target_count)
+            return self.strategy.run_schedule(module, micro_batches, mean_loss)
+        total: float | Tensor = 0.0
+        for number, micro_batch in enumerate(micro_batches, 1):
+            micro_batch = micro_batch.to(self.runtime.device)
+            with self.strategy.accumulate(module, is_last=number == len(micro_batches)):
+                with self.runtime.autocast():
+                    loss = self.compute_loss(micro_batch.inputs, micro_batch.labels) / target_count
+                total = total + loss.detach()
+                self.scaler.scale(loss if self.world.data_size == 1 else _spread_problem(loss)).backward()
+        return total
 
     def _halve_micro_batch(self, rows: int, batch: TensorBatch) -> WarningEvent:
         self.optimizers.zero_grad()
@@ -228,28 +254,40 @@ class Trainer:
         size = -(-rows // self.num_micro_batches)
         return WarningEvent(f"out of memory: continuing with micro-batches of {size}, the batch size stays the same")
 
-    def _accumulate_gradients(self, batch: TensorBatch, target_count: int, rows: int) -> float | Tensor:
-        count = max(target_count, 1)
+    def _report(self, updates: Iterator[Update]) -> Iterator[TrainingEvent]:
+        """Yield the events of steps; roll back after too many bad ones."""
+        bad: SkippedUpdateEvent | None = None  # the one after which to roll back
+        for update in updates:
+            loss, grad_norm = update.wait()
+            if update.reason is None:
+                yield StepEvent(update.step, loss, update.lr, grad_norm, update.tokens, update.seconds)
+                continue
+            skipped = SkippedUpdateEvent(update.step, update.reason, update.batch.epoch, update.batch.samples)
+            yield skipped
+            if not update.is_fp16_overflow and self.guard.record_bad_update():
+                bad = skipped
+        if bad is not None:
+            yield from self._roll_back(bad)
 
-        def backward(micro_batch: MicroBatch) -> Tensor:
-            micro_batch = micro_batch.to(self.runtime.device)
-            with self.runtime.autocast():
-                loss = self.compute_loss(micro_batch.inputs, micro_batch.labels) / count
-            self.scaler.scale(loss).backward()
-            return loss.detach()
+    # -- what follows a step --------------------------------------------------------------------------------------
 
-        def loss(model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-            return self.loss(model, inputs, labels) / count
+    def _evaluate_and_save(self) -> Iterator[TrainingEvent]:
+        """Evaluate, sample and save, each if it is due after this step."""
+        is_last = self.step == self.args.steps
+        if any(map(self._is_due, (self.args.eval_every, self.args.sample_every, self.args.save_every))) or is_last:
+            yield from self._report(self.updater.read())
+        if self._is_due(self.args.eval_every) or (self.evaluate and self.args.eval_every and is_last):
+            yield from self._evaluate()
+        if self._is_due(self.args.sample_every) and self.sample is not None:
+            text = call_with_whole_model(self.strategy, self.model, self.runtime.device, self.sample, NO_SAMPLE)
+            if text is not None:
+                yield SampleEvent(self.step, text)
+        yield from self.saver.poll()
+        if self._is_due(self.args.save_every):
+            yield from self._save()
 
-        micro_batches = batch.split_alike(self.strategy.count_micro_batches(self.num_micro_batches, rows), rows)
-        return self.strategy.compute_gradients(self.module or self.model, micro_batches, backward, loss)
-
-    def _clip_gradients(self) -> float | Tensor:
-        for optimizer in self.optimizers.optimizers:
-            self.scaler.unscale_(optimizer)
-        return self.strategy.clip_gradients(self.model, self.args.clip or float("inf"))
-
-    # -- evaluation and state -------------------------------------------------------------------------------------
+    def _is_due(self, every: int) -> bool:
+        return bool(every) and self.step % every == 0
 
     def _evaluate(self) -> Iterator[TrainingEvent]:
         if self.evaluate is None:
@@ -258,7 +296,6 @@ class Trainer:
         with torch.no_grad(), weights:
             self.model.eval()
             metrics = self.evaluate(self.model)
-            self.strategy.free_gathered_weights(self.model)
         self.model.train()
         is_best = self.best["loss"] is None or metrics["val_loss"] < self.best["loss"]
         if is_best:
@@ -353,3 +390,14 @@ class Trainer:
         self.guard.record_rollback(rollbacks)
         resume_state.restore_rng(rng_state)
         yield WarningEvent(f"{patience} bad updates in a row: rolled back to step-{target}, continuing with new data")
+
+
+def clip_gradients(weights: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients of weights, whose norm is `norm`, so that it is at most `max_norm` (Pascanu et al. 2013)."""
+    for group in group_by_mesh(weights):
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+
+
+def _spread_problem(loss: Tensor) -> Tensor:
+    """Return the same loss; if it is not finite, so are its gradients, and thereby those of all processes."""
+    return loss * (1 + 0 * loss.detach())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.errors import FileError
-from monoblock.parallel.gather import mesh_of
+from monoblock.parallel.strategy import mesh_of
 from monoblock.training import sharded_checkpoint
 from monoblock.training.checkpoint import find_problem
 

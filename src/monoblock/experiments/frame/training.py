@@ -16,8 +16,8 @@ from monoblock.runs.account import account
 from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
-from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
+from monoblock.runs.train import prepare_run
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.training.events import EvaluationEvent, read_metrics
 from monoblock.training.run_lock import lock_run_folder

@@ -22,7 +22,7 @@ from monoblock.inspection.trace import trace
 from monoblock.model import Transformer
 from monoblock.recipes.parse import RECIPE_FILE, recipe_path
 from monoblock.recipes.schema import Recipe, TokenizerSection
-from monoblock.runs.build_data import build_task_data, draft_config
+from monoblock.runs.build_data import build_task_data, expected_config
 from monoblock.runs.finetune import build_finetuning_recipe
 from monoblock.runs.recipe import read_recipe, task_of_recipe
 from monoblock.runs.warm_start import load_warm_start
@@ -76,7 +76,7 @@ def prune_model(
         raise ConfigError(f"{folder} is an LSTM, which has no attention heads to prune; give a Transformer")
     model = start.model.to(device).eval()
     count = _count_to_remove(list_groups(model.config, layers), remove, keep)
-    config = draft_config(recipe, task, start)
+    config = expected_config(recipe, task, start)
     context = model.config.context
     task_data = build_task_data(recipe, context, task=task, config=config, data_folder=data_folder, start=start)
     loss = _loss(task)
