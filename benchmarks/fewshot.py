@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from monoblock.data.corpora.load import load_corpus
-from monoblock.data.corpora.package_files import find_package_file
+from monoblock.data.corpora.packaged import find_package_file
 from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
 from monoblock.tasks.fewshot import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint, load_corpus
-from monoblock.data.readers.idx import read_idx
+from monoblock.data.readers.images import read_idx
 from monoblock.errors import FileError
 
 COUNT, HEIGHT, WIDTH = 7, 3, 5

@@ -18,8 +18,7 @@ from monoblock.data.batching.manifest import MANIFEST_FILE, PROGRESS_FILE, read_
 from monoblock.data.batching.shards import TokenDataset
 from monoblock.data.preparation import prepare
 from monoblock.data.preparation.parts import iterate_parts
-from monoblock.data.preparation.prepare import TokenizerPlan, prepare_tokens
-from monoblock.data.preparation.progress import lock_folder
+from monoblock.data.preparation.prepare import TokenizerPlan, lock_folder, prepare_tokens
 from monoblock.data.preparation.sources import find_sources
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.tokenizers.tokenizer import Tokenizer

@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from monoblock.data.readers.conll import read_conll
-from monoblock.data.readers.labelled import read_labelled
-from monoblock.data.readers.npz import read_images
+from monoblock.data.readers.images import read_images
+from monoblock.data.readers.labelled import read_conll, read_labelled
 from monoblock.data.readers.pairs import read_aligned_pairs, read_pairs
 from monoblock.data.readers.records import LabelledText, Pair, TaggedSentence
 from monoblock.data.readers.text import read_documents, read_text, read_wikitext_articles

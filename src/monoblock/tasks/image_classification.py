@@ -10,7 +10,7 @@ from torch import Tensor
 
 from monoblock.data.augment import augment, uniform_numbers
 from monoblock.data.batching.plans import BatchIndices
-from monoblock.data.readers.pictures import picture_size, read_picture
+from monoblock.data.readers.images import picture_size, read_picture
 from monoblock.data.readers.records import LabelledImage, LabelledPicture
 from monoblock.errors import FileError
 from monoblock.recipes.model_config import image_channels, image_size

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monoblock.config.model import PatchConfig
-from monoblock.data.readers.npz import channels_first, check_pixel_range, read_arrays
-from monoblock.data.readers.pictures import PICTURE_SUFFIXES, read_picture
+from monoblock.data.readers.images import PICTURE_SUFFIXES, channels_first, check_pixel_range, read_arrays, read_picture
 from monoblock.errors import FileError, InputError
 from monoblock.untrusted_files import has_file, read_json, reading, safe_join
 

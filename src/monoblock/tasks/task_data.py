@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.data.batching.encode import EncodedDataset
-from monoblock.data.batching.order import permutation
-from monoblock.data.batching.plans import BatchIndices, BatchPlan, BucketBatchPlan, FixedBatchPlan
+from monoblock.data.batching.plans import BatchIndices, BatchPlan, BucketBatchPlan, FixedBatchPlan, permutation
 from monoblock.data.corpora.load import Corpus
 from monoblock.parallel.world import SINGLE_PROCESS, World
 from monoblock.recipes.schema import Recipe

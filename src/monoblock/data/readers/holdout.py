@@ -138,7 +138,7 @@ def _draw(groups: Sequence[list[int]], classes: Sequence[Any], count: int) -> li
 
     classes: the class of each row; [] if there are none. A group has the class of its first row.
     """
-    from monoblock.data.batching.order import permutation
+    from monoblock.data.batching.plans import permutation
 
     by_class: dict[Any, list[list[int]]] = {}
     for group in groups:

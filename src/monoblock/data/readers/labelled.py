@@ -16,8 +16,8 @@ from monoblock.data.readers.columns import (
     read_table,
 )
 from monoblock.data.readers.holdout import is_number
-from monoblock.data.readers.lines import column_error, read_jsonl, string_field
-from monoblock.data.readers.records import LabelledText
+from monoblock.data.readers.lines import column_error, empty_file_error, numbered_lines, read_jsonl, string_field
+from monoblock.data.readers.records import LabelledText, TaggedSentence
 from monoblock.errors import FileError
 
 FORMATS = {2: "label<TAB>text", 3: "label<TAB>text<TAB>text"}  # number of columns: their meaning
@@ -83,3 +83,45 @@ def _read_jsonl_labelled(path: str | Path) -> Iterator[LabelledText]:
         text_pair = None if row.get("text_pair") is None else string_field(path, number, row, "text_pair")
         text, label = (string_field(path, number, row, name) for name in ("text", "label"))
         yield LabelledText(text, label, text_pair)
+
+
+# -- tagged words, in the columns of the CoNLL shared tasks (Tjong Kim Sang and De Meulder 2003) -----------------------
+
+WORD_COLUMN_NAMES = ("word", "words", "token", "tokens", "form")
+LABEL_COLUMN_NAMES = ("label", "labels", "tag", "tags", "ner", "ner_tag", "ner_tags", "pos", "upos")
+
+
+def read_conll(path: str | Path) -> Iterator[TaggedSentence]:
+    """Yield the sentences of a file that has one word per line and a blank line between sentences.
+
+    Columns are separated by white space; the first is the word and the last its label. A line that begins with
+    -DOCSTART- separates sentences like a blank line, and begins a document. A first line that names the columns,
+    such as "word label", is skipped.
+    """
+    words: list[str] = []
+    labels: list[str] = []
+    empty, columns, document = True, 0, 0
+    for number, line in numbered_lines(path):
+        cells = line.split()
+        if number == 1 and _is_header(cells):
+            continue
+        if cells and cells[0] != "-DOCSTART-":
+            columns = columns or len(cells)
+            if len(cells) != columns or columns < 2:
+                raise column_error(path, number, len(cells), f"word … label ({max(columns, 2)} columns)")
+            words.append(cells[0])
+            labels.append(cells[-1])
+        elif words:
+            empty = False
+            yield TaggedSentence(tuple(words), tuple(labels), document)
+            words, labels = [], []
+        document += bool(cells) and cells[0] == "-DOCSTART-"
+    if words:
+        yield TaggedSentence(tuple(words), tuple(labels), document)
+    elif empty:
+        raise empty_file_error(path)
+
+
+def _is_header(cells: list[str]) -> bool:
+    names = [cell.casefold() for cell in cells]
+    return len(names) > 1 and names[0] in WORD_COLUMN_NAMES and names[-1] in LABEL_COLUMN_NAMES

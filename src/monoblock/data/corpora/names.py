@@ -1,21 +1,25 @@
-"""Load names in Roman letters and in an Indic script, from pycountry's translations of languages, countries and places.
+"""Names of countries, places, languages, scripts and currencies that pycountry translates.
 
-Only single words are kept: the Roman word has only the letters a to z, the native word only letters of its script. A
-few entries are translations and not transliterations (India, भारत), so pairs whose consonants sound too different are
-dropped.
+For transliteration only single words are kept: the Roman word has only the letters a to z, the native word only letters
+of its script.  A few entries are translations and not transliterations (India, भारत), so pairs whose consonants sound
+too different are dropped.
 """
 
 from __future__ import annotations
 
+import gettext
+import hashlib
 import re
 import unicodedata
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
-from monoblock.data.corpora.pycountry_names import read_translations, split_of_word
 from monoblock.data.indic_normalization import normalize_indic
-from monoblock.data.readers.records import Pair
+from monoblock.data.readers.records import LabelledText, Pair
+from monoblock.errors import FileError
 
 SCRIPT_BY_LANGUAGE = {
     "hi": "DEVANAGARI",
@@ -35,7 +39,7 @@ ZERO_WIDTH_JOINERS = "\u200c\u200d"
 APOSTROPHES = re.compile("['’‘ʼ]")
 
 
-def load_names(languages: str, split: str) -> Iterator[Pair]:
+def load_transliterations(languages: str, split: str) -> Iterator[Pair]:
     """Yield the pairs of one split in alphabetical order; `languages` is one code, or several joined by "+" ("hi+ta").
 
     A name that several languages share is in the same split for all of them.
@@ -131,3 +135,67 @@ def _split_keys(pairs: list[tuple[str, str]]) -> dict[str, str]:
         first, second = sorted((root(roman), root(native)))
         parent[second] = first
     return {roman: root(roman) for roman, _ in pairs}
+
+
+# -- names labelled with their language --------------------------------------------------------------------------------
+# A name that two languages spell alike, or that is spelled as in English, is dropped.  All translations of an English
+# name are in the same split, so that a model has not seen a test name in any language.
+
+# fmt: off
+LANGUAGES = ("cs", "da", "de", "es", "et", "fi", "fr", "ga", "hr", "hu",
+             "is", "it", "lt", "nl", "pl", "pt", "ro", "sl", "sv", "tr")
+# fmt: on
+MAX_NAMES_PER_LANGUAGE = 700  # pycountry has far more names in some languages than in others
+
+
+def load_language_names(split: str) -> Iterator[LabelledText]:
+    """Yield names labelled with their language, in a pseudo-random order."""
+    languages_of: dict[str, dict[str, str]] = {}  # name -> language -> English name
+    for language in LANGUAGES:
+        for english, name in read_translations(language):
+            if name != english:
+                languages_of.setdefault(name, {})[language] = english
+    kept: dict[str, list[tuple[str, str]]] = {language: [] for language in LANGUAGES}
+    for name in sorted(languages_of, key=stable_hash):
+        ((language, english), *others) = languages_of[name].items()
+        if not others and len(kept[language]) < MAX_NAMES_PER_LANGUAGE:
+            kept[language].append((name, english))
+    rows = [(name, english, language) for language, names in kept.items() for name, english in names]
+    for name, english, language in sorted(rows, key=lambda row: stable_hash(row[0])):
+        if split_of_word(english) == split:
+            yield LabelledText(name, language)
+
+
+# -- translations of pycountry -----------------------------------------------------------------------------------------
+
+HELD_OUT_PERCENTILES = {"valid": (0, 10), "test": (10, 20)}
+
+
+def read_translations(language: str) -> Iterator[tuple[str, str]]:
+    """Yield (English name, translation) for all names that pycountry translates to `language`, a code such as "hi"."""
+    # Importing pycountry would read all of its tables.
+    spec = find_spec("pycountry")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "locales" / language / "LC_MESSAGES"
+    files = sorted(folder.glob("*.mo"))
+    if not files:
+        raise FileError(f"{folder} has no .mo files; install a newer pycountry: pip install 'pycountry>=26.2.16'")
+    for path in files:
+        with open(path, "rb") as file:
+            # gettext has no public function that lists all messages.
+            catalogue = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
+        for key, value in catalogue.items():
+            if isinstance(key, str) and isinstance(value, str) and key:
+                yield key, value
+
+
+def stable_hash(word: str) -> int:
+    """Return a hash of a word that is the same in every process."""
+    return int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "big")
+
+
+def split_of_word(word: str) -> str:
+    """Return the split of a word, which its hash decides: "valid" and "test" have a tenth of all words each."""
+    percentile = stable_hash(word) % 100
+    return next((split for split, (low, high) in HELD_OUT_PERCENTILES.items() if low <= percentile < high), "train")
