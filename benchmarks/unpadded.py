@@ -28,10 +28,8 @@ from torch._dynamo.utils import counters
 
 import monoblock as mb
 from monoblock.nn.attention import attend
-from monoblock.nn.masks import causal, same_document
-from monoblock.nn.packed.attend_packed import attend_varlen
-from monoblock.nn.packed.documents import PackedDocuments
-from monoblock.nn.token_positions import TokenPositions
+from monoblock.nn.masks import TokenPositions, causal, same_document
+from monoblock.nn.packed_documents import PackedDocuments, attend_varlen
 from monoblock.training.collate import SpecialTokenIds, TensorBatch, collate_masked_lm, collate_seq2seq
 from monoblock.training.loss import CrossEntropyLoss
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from quality import train
 
-from monoblock.accounting.lstm_matching import matching_config
+from monoblock.accounting.lstm import matching_config
 from monoblock.config.model import ModelConfig
 from monoblock.runs.recipe import build_model_config, read_recipe
 

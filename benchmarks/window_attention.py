@@ -31,8 +31,7 @@ from monoblock.config.model import AttentionConfig
 from monoblock.kernels.cpu.processor import processor_name
 from monoblock.nn import attention
 from monoblock.nn.attention import BANDED, Attention, AttentionContext, prepare
-from monoblock.nn.masks import mask_from_config
-from monoblock.nn.token_positions import arange_positions
+from monoblock.nn.masks import arange_positions, mask_from_config
 
 RESULTS = Path(__file__).with_name("results") / "window-attention.md"
 HEADS, HEAD_DIM, WINDOW = 4, 64, 128

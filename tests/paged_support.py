@@ -7,7 +7,7 @@ import torch
 
 from monoblock.inference.runners.cpu import fuse_stack
 from monoblock.kernels.gpu_attention import PAGE_SIZE
-from monoblock.nn.token_positions import TokenPositions
+from monoblock.nn.masks import TokenPositions
 
 
 def randomize(stack, seed=0):

@@ -14,10 +14,9 @@ import monoblock as mb
 from monoblock.classic.module13 import create_causal_mask
 from monoblock.config.model import Alibi, Learned, Rotary, Sinusoid
 from monoblock.nn.attention import attend
-from monoblock.nn.masks import causal, everything
+from monoblock.nn.masks import arange_positions, causal, everything
 from monoblock.nn.norm import layer_norm
 from monoblock.nn.positions import alibi_slopes, apply_rotary, rotary_angles, sinusoid
-from monoblock.nn.token_positions import arange_positions
 
 
 def decoder_without_positions(depth, **knobs):

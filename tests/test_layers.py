@@ -54,7 +54,7 @@ MODULES = {module_name(file): file for file in FILES}
 
 class Import(NamedTuple):
     function: str | None  # the innermost function around the statement
-    target: str  # absolute, as `monoblock.nn.kv_cache.cache` or `torch.nn`
+    target: str  # absolute, as `monoblock.nn.cache` or `torch.nn`
     line: int
 
 

@@ -10,10 +10,9 @@ from typing import get_type_hints
 import pytest
 
 import monoblock
-from monoblock.config.knob_options import Knobs
-from monoblock.config.knobs import KNOBS
+from monoblock.config.knobs import KNOBS, Knobs
 from monoblock.inference.settings import ENGINE_OPTIONS, Settings
-from monoblock.nn.inputs.generation_options import GenerationOptions, ModelOptions
+from monoblock.nn.generation_options import GenerationOptions, ModelOptions
 
 SOURCE = Path(monoblock.__file__).parents[1]
 STRICT = ["--strict", "--disallow-any-expr", "--follow-imports=silent", "--no-error-summary"]

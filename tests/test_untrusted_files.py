@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.config.inputs import PatchConfig
+from monoblock.config.parts import PatchConfig
 from monoblock.data.readers.by_path import infer_kind, read_split
 from monoblock.interop.adapters import load_adapter, save_adapter
 from monoblock.interop.config_file import read_any_config

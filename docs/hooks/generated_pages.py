@@ -27,8 +27,7 @@ from monoblock.config.field_description import (
     list_choices,
     type_words,
 )
-from monoblock.config.knob_options import StyleKnobs
-from monoblock.config.knob_table import list_knobs, read_knob
+from monoblock.config.knobs import StyleKnobs, list_knobs, read_knob
 from monoblock.experiments.claims import CLAIMS, Claim
 from monoblock.experiments.frame.report import Report
 from monoblock.experiments.frame.results import read_results

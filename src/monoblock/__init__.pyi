@@ -51,17 +51,21 @@ from monoblock.interop.adapters import load_adapter as load_adapter, save_adapte
 from monoblock.interop.huggingface.export import export_hf as export_hf
 from monoblock.model import Transformer as Transformer
 from monoblock.nn.block import Block as Block
-from monoblock.nn.inputs.interpolate import interpolate as interpolate
-from monoblock.nn.kv_cache.cache import Cache as Cache
+from monoblock.nn.cache import Cache as Cache
+from monoblock.nn.interpolate_positions import interpolate as interpolate
 from monoblock.nn.lora import (
     add_lora as add_lora,
     fold_lora as fold_lora,
     merge_lora as merge_lora,
     unmerge_lora as unmerge_lora,
 )
-from monoblock.nn.masks import causal as causal, same_document as same_document, window as window
-from monoblock.nn.packed.documents import PackedDocuments as PackedDocuments
-from monoblock.nn.token_positions import TokenPositions as TokenPositions
+from monoblock.nn.masks import (
+    TokenPositions as TokenPositions,
+    causal as causal,
+    same_document as same_document,
+    window as window,
+)
+from monoblock.nn.packed_documents import PackedDocuments as PackedDocuments
 from monoblock.parallel.inference import join_processes as join_processes
 from monoblock.quantization.convert import quantize as quantize
 from monoblock.runs.account import account as account

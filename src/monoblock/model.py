@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from monoblock.nn import transformer
-from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
+from monoblock.nn.generation_options import GeneratedTokens, ModelOptions, TokenRows
 
 
 class Transformer(transformer.Transformer):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from monoblock.accounting.communication import all_gather_bytes, all_reduce_bytes
 from monoblock.accounting.flops import resolve_batch_shape
 from monoblock.accounting.parallel import (
     STRATEGIES,
@@ -21,7 +20,13 @@ from monoblock.accounting.parallel import (
 from monoblock.accounting.parameters import block_matrix_weights, block_parameters
 from monoblock.accounting.rank_memory import rank_memory
 from monoblock.accounting.report import account
-from monoblock.accounting.training_plan import Hardware, pipeline_bubble, plan_training
+from monoblock.accounting.training_plan import (
+    Hardware,
+    all_gather_bytes,
+    all_reduce_bytes,
+    pipeline_bubble,
+    plan_training,
+)
 from monoblock.cli.account import Account
 from monoblock.cli.verb import build_command
 from monoblock.config.families import gpt, llama, t5

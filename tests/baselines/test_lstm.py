@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 import monoblock as mb
-from monoblock.accounting.lstm_matching import matching_config, parameter_count
+from monoblock.accounting.lstm import matching_config, parameter_count
 from monoblock.baselines.lstm import Recurrent, RecurrentConfig, additive_attention
 
 B, L, S, T, D, V, W = 2, 3, 5, 7, 11, 13, 17  # W: the target's vocabulary

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 import monoblock as mb
-from monoblock.accounting.lstm_matching import parameter_count
+from monoblock.accounting.lstm import parameter_count
 
 VOCAB, TARGET_VOCAB, START, WIDTH = 7, 13, 1, 11
 SOURCES = torch.tensor([[3, 5, 2, 6, 4], [2, 4, 6, 0, 0]])

@@ -12,8 +12,7 @@ import monoblock as mb
 from monoblock.classic import blocks, chapter, lecture, module13
 from monoblock.errors import InputError
 from monoblock.nn.attention import AttentionContext
-from monoblock.nn.masks import everything, mask_from_matrix
-from monoblock.nn.token_positions import arange_positions
+from monoblock.nn.masks import arange_positions, everything, mask_from_matrix
 
 PAGE = Path(__file__).parents[2] / "docs/classic.md"
 T, S = 7, 5

@@ -8,10 +8,9 @@ from support import block_configs, is_encoder_decoder, preset_names
 
 from monoblock.accounting.report import account
 from monoblock.config.families import bert, gpt, llama, t5, vaswani, vit
-from monoblock.config.knobs import KNOBS, OTHER_NAMES, POSITION_SCHEMES, rebuild, vary
+from monoblock.config.knobs import KNOBS, OTHER_NAMES, POSITION_SCHEMES, rebuild, resize_pattern, vary
 from monoblock.config.model import Alibi, Buckets, HeadConfig, Learned, Repeat, Rotary, Sinusoid, StackConfig
 from monoblock.config.presets import tiny
-from monoblock.config.resize import resize_pattern
 from monoblock.config.schema import nearest_divisor
 from monoblock.errors import ConfigError
 from monoblock.model import Transformer

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.config.limits import MAX_CONTEXT
 from monoblock.config.model import Learned, ModelConfig, Repeat, StackConfig
+from monoblock.config.parts import MAX_CONTEXT
 from monoblock.config.presets import PRESETS
 from monoblock.errors import ConfigError
 from monoblock.interop.huggingface.load import config_from_hf

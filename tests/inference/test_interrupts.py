@@ -9,7 +9,7 @@ from interrupt_support import interrupted_step
 
 import monoblock as mb
 from monoblock.inference.speculative import DraftModel, PromptLookup
-from monoblock.nn.kv_cache.paged import PagePool
+from monoblock.nn.paged_cache import PagePool
 
 PROMPTS = ([5, 7, 11], [2], [1, 2, 3, 4, 1, 2], [9, 8, 9])
 NEW = 7

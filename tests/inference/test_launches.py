@@ -10,7 +10,7 @@ from monoblock.inference.fast_modules import build_fast_model
 from monoblock.kernels import gpu, gpu_attention, gpu_quantized
 from monoblock.model import Transformer
 from monoblock.nn.embedding import Embedding
-from monoblock.nn.kv_cache.paged import PagedCache, StaticRows
+from monoblock.nn.paged_cache import PagedCache, StaticRows
 
 WIDE = {"vocab": 96, "width": 4096, "depth": 2, "heads": 32, "context": 512}
 NARROW = {"vocab": 96, "width": 256, "depth": 2, "heads": 4, "context": 512}

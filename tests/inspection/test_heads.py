@@ -7,16 +7,22 @@ import torch
 import torch.nn.functional as F
 
 import monoblock as mb
-from monoblock.inspection.head_ranking import HeadGroup, choose_heads, prunable_layers, rank_heads
 from monoblock.inspection.head_scores import (
     _count_hits,
+    head_statistics,
     repeated_token_scores,
     score_repeated_tokens,
     text_chance,
     text_scores,
 )
-from monoblock.inspection.head_statistics import head_statistics
-from monoblock.inspection.importance import HeadImportance, head_importance
+from monoblock.inspection.pruning import (
+    HeadGroup,
+    HeadImportance,
+    choose_heads,
+    head_importance,
+    prunable_layers,
+    rank_heads,
+)
 from monoblock.runs.inspect.attention import describe_best_heads
 
 T = 7

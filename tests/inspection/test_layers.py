@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.inspection.coreference import PAIRS, CoreferencePair, find_coreference_head, find_word
-from monoblock.inspection.lens import logit_lens
-from monoblock.inspection.norms import gradient_norms, residual_norms
+from monoblock.inspection.head_scores import PAIRS, CoreferencePair, find_coreference_head, find_word
 from monoblock.inspection.position_tables import position_tables
 from monoblock.inspection.probing import LabelledText, layer_features, probe_layers
+from monoblock.inspection.residual_stream import gradient_norms, logit_lens, residual_norms
 
 IDS = torch.randint(1, 61, (1, 13), generator=torch.Generator().manual_seed(5))
 

@@ -5,8 +5,7 @@ import torch
 
 import monoblock as mb
 from monoblock.config.presets import PRESETS
-from monoblock.inspection.pruning import attention_layers, prune_heads
-from monoblock.inspection.pruning_rounds import prune_in_rounds
+from monoblock.inspection.pruning import attention_layers, prune_heads, prune_in_rounds
 
 IDS = torch.randint(1, 61, (2, 13), generator=torch.Generator().manual_seed(5))
 

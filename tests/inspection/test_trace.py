@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import monoblock as mb
 from monoblock.config.presets import PRESETS
-from monoblock.inspection.layout import layout_of
-from monoblock.inspection.means import mean_activations
-from monoblock.inspection.trace import TraceTap, attach_tap
+from monoblock.inspection.edits import layout_of
+from monoblock.inspection.trace import TraceTap, attach_tap, mean_activations
 
 IDS = torch.randint(1, 61, (3, 13), generator=torch.Generator().manual_seed(5))
 HEADS = "decoder.1.attention.heads"

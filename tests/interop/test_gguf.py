@@ -11,7 +11,7 @@ from tokenizers import ByteLevelBPETokenizer
 
 import monoblock as mb
 from monoblock.config.knobs import vary
-from monoblock.config.positions import Scaling
+from monoblock.config.parts import Scaling
 from monoblock.config.presets import preset
 from monoblock.errors import ConfigError
 from monoblock.interop.certificate import compare_logits, load_reference, silence_transformers

@@ -11,10 +11,9 @@ from torch.autograd import gradcheck
 
 from monoblock.config.model import AttentionConfig, NormConfig, Rotary
 from monoblock.nn.attention import Attention, AttentionContext, ScoreOptions, attend, attend_fused
-from monoblock.nn.masks import causal, everything
+from monoblock.nn.masks import TokenPositions, arange_positions, causal, everything
 from monoblock.nn.norm import layer_norm, rms_norm
 from monoblock.nn.positions import apply_rotary, rotary_angles
-from monoblock.nn.token_positions import TokenPositions, arange_positions
 
 B, H, T, S, K, V = 2, 6, 5, 7, 4, 3
 HALF = [torch.float16, torch.bfloat16]

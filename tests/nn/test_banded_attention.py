@@ -22,11 +22,11 @@ from monoblock.nn.attention import (
     choose_kernel,
     prepare,
 )
-from monoblock.nn.banded.attend_banded import attend_banded
-from monoblock.nn.banded.tile_plan import plan_tiles
 from monoblock.nn.masks import (
     Mask,
     MaskTerm,
+    TokenPositions,
+    arange_positions,
     causal,
     global_tokens,
     mask_from_config,
@@ -35,7 +35,7 @@ from monoblock.nn.masks import (
     same_document,
     window,
 )
-from monoblock.nn.token_positions import TokenPositions, arange_positions
+from monoblock.nn.sparse_attention import attend_banded, plan_tiles
 
 B, H, G, T, K = 2, 4, 2, 75, 8
 SMALL_TILES = (8, 16)

@@ -8,8 +8,7 @@ from torch import nn
 from monoblock.config.model import AttentionConfig, BlockConfig, ExpertsConfig, FeedForwardConfig, NormConfig
 from monoblock.nn.attention import AttentionContext
 from monoblock.nn.block import Block
-from monoblock.nn.masks import causal, everything
-from monoblock.nn.token_positions import TokenPositions, arange_positions
+from monoblock.nn.masks import TokenPositions, arange_positions, causal, everything
 
 B, T, S, D, F = 2, 5, 7, 6, 11
 CROSS = AttentionContext(everything.resolve(arange_positions(T), arange_positions(S)))

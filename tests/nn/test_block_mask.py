@@ -5,9 +5,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from monoblock.config.model import AttentionConfig
-from monoblock.nn.flex import RECOMPILE_LIMIT, build_from_tiles, compile_once
-from monoblock.nn.masks import mask_from_config
-from monoblock.nn.token_positions import TokenPositions, arange_positions
+from monoblock.nn.masks import TokenPositions, arange_positions, mask_from_config
+from monoblock.nn.sparse_attention import RECOMPILE_LIMIT, build_from_tiles, compile_once
 
 CONFIGS = {
     "causal": {},

@@ -9,8 +9,8 @@ from monoblock.config.knobs import rebuild, vary
 from monoblock.config.model import AttentionConfig, BlockConfig, FeedForwardConfig, Repeat, StackConfig
 from monoblock.config.presets import tiny
 from monoblock.errors import InputError
-from monoblock.nn.kv_cache.cache import Cache
-from monoblock.nn.token_positions import TokenPositions, arange_positions
+from monoblock.nn.cache import Cache
+from monoblock.nn.masks import TokenPositions, arange_positions
 
 B, G, K = 2, 3, 5
 BLOCK = BlockConfig(width=6, attention=AttentionConfig(heads=3), feedforward=FeedForwardConfig(hidden=7))

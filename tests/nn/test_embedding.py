@@ -11,9 +11,9 @@ from monoblock.config.model import EmbeddingConfig, Learned, NormConfig, PatchCo
 from monoblock.errors import InputError
 from monoblock.model import Transformer
 from monoblock.nn.embedding import Embedding, PatchEmbedding
+from monoblock.nn.masks import TokenPositions, arange_positions
 from monoblock.nn.norm import layer_norm
 from monoblock.nn.positions import grid_sinusoid, sinusoid
-from monoblock.nn.token_positions import TokenPositions, arange_positions
 
 B, T, D, V, N = 2, 5, 7, 11, 13  # N: the context
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 10, 0]])

@@ -7,6 +7,8 @@ from support import assert_bit_equal
 from monoblock.config.model import AttentionConfig
 from monoblock.nn.attention import FUSED, AttentionContext, ScoreOptions, attend, attend_fused, choose_kernel
 from monoblock.nn.masks import (
+    TokenPositions,
+    arange_positions,
     causal,
     everything,
     global_tokens,
@@ -17,7 +19,6 @@ from monoblock.nn.masks import (
     same_document,
     window,
 )
-from monoblock.nn.token_positions import TokenPositions, arange_positions
 
 B, T, S = 2, 11, 13
 

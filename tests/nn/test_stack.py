@@ -19,10 +19,9 @@ from monoblock.config.model import (
 )
 from monoblock.errors import ConfigError
 from monoblock.nn.attention import AttentionContext
-from monoblock.nn.masks import causal, everything, window
+from monoblock.nn.masks import arange_positions, causal, everything, window
 from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
 from monoblock.nn.stack import Stack
-from monoblock.nn.token_positions import arange_positions
 
 B, T, D = 2, 7, 12
 WINDOWED = AttentionConfig(heads=3, window=3)

@@ -42,7 +42,7 @@ from monoblock.inference.scheduler import Prompt, pad_right
 from monoblock.interop.folder import load_model, save_model
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.arguments import select_tokens
-from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
+from monoblock.nn.generation_options import GeneratedTokens, ModelOptions, TokenRows
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
 LSTMKind = Literal["language_model", "encoder_decoder"]

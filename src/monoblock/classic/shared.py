@@ -16,8 +16,7 @@ from monoblock.errors import InputError
 from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.model import Transformer
 from monoblock.nn.attention import AttentionContext, attend, attend_fused
-from monoblock.nn.masks import everything, mask_from_matrix
-from monoblock.nn.token_positions import arange_positions
+from monoblock.nn.masks import arange_positions, everything, mask_from_matrix
 
 
 class WeightsRecorder:

@@ -280,7 +280,7 @@ def _print_diagrams() -> None:
 
 def mask_text(mask: Mask, length: int) -> list[str]:
     """Draw one line for each query, with a full square for every key it may attend to."""
-    from monoblock.nn.token_positions import arange_positions
+    from monoblock.nn.masks import arange_positions
 
     allowed = mask.dense(arange_positions(length), arange_positions(length))[0, 0]
     return ["".join("██" if visible else "··" for visible in row) for row in allowed.tolist()]

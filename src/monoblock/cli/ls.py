@@ -88,7 +88,7 @@ def _list_keys() -> list[Record]:
 
 
 def _list_knobs() -> list[Record]:
-    from monoblock.config.knob_table import list_knobs
+    from monoblock.config.knobs import list_knobs
 
     return [
         _describe_setting(knob.name, knob.hint, knob.default, knob.meaning) | {"paper": knob.paper}

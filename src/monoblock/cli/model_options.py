@@ -130,7 +130,7 @@ def set_image_size(pipe: Pipeline, pixels: int | None) -> Pipeline:
     """Return the pipeline with position embeddings interpolated for images of `pixels` × `pixels`; None: unchanged."""
     if pixels is None:
         return pipe
-    from monoblock.nn.inputs.interpolate import interpolate
+    from monoblock.nn.interpolate_positions import interpolate
 
     model: Any = interpolate(pipe.model, pixels)  # type: ignore[type-var]  # which refuses an LSTM
     return replace(pipe, loaded=replace(pipe.loaded, model=model))

@@ -13,7 +13,7 @@ from monoblock.config.parts import SEQUENCE_HEADS
 from monoblock.doctor.subject import Declared, Subject, output_tensor, parameter_names, prime_length
 from monoblock.errors import InputError
 from monoblock.model import Transformer
-from monoblock.nn.kv_cache.cache import Cache
+from monoblock.nn.cache import Cache
 
 
 class _PlainAttention:

@@ -22,8 +22,7 @@ from monoblock.experiments.reversal import parse_lengths
 from monoblock.experiments.time_and_memory import best_seconds, default_device, peak_bytes, saved_bytes
 from monoblock.model import Transformer
 from monoblock.nn.attention import AttentionContext, attend, attend_fused
-from monoblock.nn.masks import mask_from_config
-from monoblock.nn.token_positions import arange_positions
+from monoblock.nn.masks import arange_positions, mask_from_config
 
 # -- plain and fused attention ----------------------------------------------------------------------------------------
 

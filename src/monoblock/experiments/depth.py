@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 
 from monoblock.config.families import gpt
-from monoblock.config.inputs import EmbeddingConfig
 from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig
+from monoblock.config.parts import EmbeddingConfig
 from monoblock.experiments.budgets import (
     LANGUAGE_MODEL,
     TEXT_SMOKE,
@@ -24,7 +24,7 @@ from monoblock.experiments.budgets import (
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import evaluate_trial, train_and_load
-from monoblock.inspection.norms import StackNorms, gradient_norms
+from monoblock.inspection.residual_stream import StackNorms, gradient_norms
 from monoblock.model import Transformer
 from monoblock.tasks.evaluation_report import EvaluationRequest, read_corpus
 from monoblock.tasks.loaded_model import LoadedModel

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig
-from monoblock.config.positions import Scaling
+from monoblock.config.parts import Scaling
 from monoblock.experiments.budgets import LANGUAGE_MODEL, TEXT_SMOKE, TEXT_STAND_IN
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.rules import Rule

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from monoblock.accounting.lstm_matching import matching_config
+from monoblock.accounting.lstm import matching_config
 from monoblock.config.model import ModelConfig
 from monoblock.config.schema import check_at_least, check_types
 from monoblock.errors import ConfigError

@@ -47,22 +47,20 @@ from monoblock.kernels.gpu import ACTIVATION_CODES, Activations, NormInput
 from monoblock.kernels.gpu_beams import attend_beams, attend_source, supports_beams
 from monoblock.kernels.gpu_quantized import NextNorm, can_join_norm, has_kernel
 from monoblock.nn.attention import Attention, AttentionContext
+from monoblock.nn.beam_cache import SAME_HYPOTHESIS
 from monoblock.nn.block import Block
+from monoblock.nn.cache import Cache, CacheWrite, CrossAttentionCache, KeyValues, LayerCache
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import FeedForward, apply_activation
 from monoblock.nn.heads import Head
-from monoblock.nn.kv_cache.beam_cache import SAME_HYPOTHESIS
-from monoblock.nn.kv_cache.cache import Cache
-from monoblock.nn.kv_cache.cache_index import CacheWrite
-from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
-from monoblock.nn.kv_cache.paged import PagedLayer, PagedRows, PagedSource
 from monoblock.nn.linear import Linear
+from monoblock.nn.masks import TokenPositions
 from monoblock.nn.norm import HALF_DTYPES, Norm
+from monoblock.nn.paged_cache import PagedLayer, PagedRows, PagedSource
 from monoblock.nn.positions import sinusoid
 from monoblock.nn.stack import Stack
 from monoblock.nn.tap import Tap
-from monoblock.nn.token_positions import TokenPositions
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import copy_sharing_weights
 from monoblock.quantization.cpu_linear import KERNEL_ROWS, KernelLinear, use_cpu_kernels

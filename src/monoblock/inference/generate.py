@@ -22,7 +22,7 @@ from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import NO_DRAFT_WITH_BEAMS, Settings, check_count, parse_settings, split_seeds
 from monoblock.inference.speculative import DraftModel, PromptLookup, Proposer
 from monoblock.inference.supported_models import reason_not_to_optimize
-from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
+from monoblock.nn.generation_options import GeneratedTokens, ModelOptions, TokenRows
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 

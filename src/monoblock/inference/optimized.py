@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from monoblock.inference.generate import generate, stream
 from monoblock.inference.prepared_model import PreparedModel
-from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions, TokenRows
+from monoblock.nn.generation_options import GeneratedTokens, ModelOptions, TokenRows
 
 
 class OptimizedModel(PreparedModel):

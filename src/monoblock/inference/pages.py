@@ -11,7 +11,7 @@ tokens share pages.  A shared page is never written: a row that continues inside
 
 A full page may be published under a digest of all tokens up to its end, so that a later row can begin with it
 (`find`).  Published pages without users are kept until their memory is needed, the longest unused first.  This is
-bookkeeping only: the tensors are in nn/kv_cache/paged.py.  Page 0 is scratch, for writes that go nowhere.
+bookkeeping only: the tensors are in nn/paged_cache.py.  Page 0 is scratch, for writes that go nowhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from monoblock.kernels.gpu_attention import PAGE_SIZE
-from monoblock.nn.kv_cache.paged import token_bytes
+from monoblock.nn.paged_cache import token_bytes
 from monoblock.nn.transformer import Transformer
 
 MAX_CPU_BYTES = 8 << 30  # of the key/value cache

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monoblock.config.inputs import EmbeddingConfig
-from monoblock.config.positions import Learned
+from monoblock.config.parts import EmbeddingConfig, Learned
 from monoblock.errors import InputError, with_article
 from monoblock.inference.pages import OutOfPages, PageCopies, Pages
 from monoblock.inference.settings import Settings, show

@@ -22,9 +22,9 @@ from monoblock.nn.embedding import Embedding, FrameEmbedding, PatchEmbedding
 from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import ACTIVATIONS, FeedForward
 from monoblock.nn.heads import Head
+from monoblock.nn.hooks import is_customized, is_patched
 from monoblock.nn.linear import Linear
 from monoblock.nn.lora import LoraLinear
-from monoblock.nn.modules.hooks import is_customized, is_patched
 from monoblock.nn.norm import Norm
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer

@@ -1,7 +1,7 @@
 """Triton kernels for a step of a beam search on a GPU: attention of the beams, and the best of their logits.
 
 `attend_beams` and `attend_source` read every key and value once for all beams of a search, whose queries are the rows
-of one tile, and need no matrix of what each beam sees (see nn/kv_cache/beam_cache.py). `best_tokens` reads the
+of one tile, and need no matrix of what each beam sees (see nn/beam_cache.py). `best_tokens` reads the
 logits once, where a softmax and the search for the best tokens would read and write them several times.
 """
 

@@ -29,9 +29,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from monoblock.errors import ConfigError, MonoblockError
 from monoblock.nn.arguments import either_argument, memory_positions, token_positions
 from monoblock.nn.embedding import Embedding
+from monoblock.nn.masks import TokenPositions, arange_positions
 from monoblock.nn.stack import Stack
 from monoblock.nn.tap import Tap, prefix_tap
-from monoblock.nn.token_positions import TokenPositions, arange_positions
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.strategy import (
     Metrics,

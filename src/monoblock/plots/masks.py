@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from monoblock.nn.masks import Mask
-from monoblock.nn.token_positions import arange_positions
+from monoblock.nn.masks import Mask, arange_positions
 from monoblock.plots.figure import create_figure, save_figure
 
 

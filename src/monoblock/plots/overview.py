@@ -17,8 +17,7 @@ from torch import Tensor
 from monoblock.config.families import bert, gpt, t5, vit
 from monoblock.config.knobs import vary
 from monoblock.config.model import AttentionConfig, ModelConfig
-from monoblock.nn.masks import everything, mask_from_config
-from monoblock.nn.token_positions import TokenPositions, arange_positions
+from monoblock.nn.masks import TokenPositions, arange_positions, everything, mask_from_config
 from monoblock.plots.figure import create_figure, save_figure
 
 SENTENCE = ("the", "cat", "sat", "on", "the", "mat")

@@ -17,7 +17,7 @@ from monoblock.data.readers.by_path import find_path, is_single_file
 from monoblock.data.readers.holdout import Holdout
 from monoblock.errors import InputError
 from monoblock.model import Transformer
-from monoblock.nn.inputs.generation_options import GenerationOptions
+from monoblock.nn.generation_options import GenerationOptions
 from monoblock.runs.build_data import Batch, CustomParts, build_custom_data
 from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline

@@ -26,7 +26,7 @@ from monoblock.inference.scheduler import Prompt
 from monoblock.inference.settings import Settings, split_seeds
 from monoblock.inference.streaming_text import TextChunk, chunk_texts
 from monoblock.model import Transformer
-from monoblock.nn.inputs.generation_options import GenerationOptions, PipelineOptions
+from monoblock.nn.generation_options import GenerationOptions, PipelineOptions
 from monoblock.recipes.schema import DataSection
 from monoblock.runs.prediction_methods import PredictionMethods
 from monoblock.tasks.classification import predict_numbers

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from monoblock.baselines.lstm import Recurrent
-from monoblock.config.inputs import EmbeddingConfig
 from monoblock.config.model import ModelConfig
-from monoblock.config.positions import Sinusoid
+from monoblock.config.parts import EmbeddingConfig, Sinusoid
 from monoblock.errors import FileError
 from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.interop.companions import read_published_fields

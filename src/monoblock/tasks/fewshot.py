@@ -24,7 +24,7 @@ from monoblock.data.readers.records import LabelledText
 from monoblock.errors import ConfigError, InputError, did_you_mean, with_article
 from monoblock.inference.scheduler import pad_right
 from monoblock.model import Transformer
-from monoblock.nn.kv_cache.cache import Cache
+from monoblock.nn.cache import Cache
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, Table, read_corpus
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.task_data import group_by_length

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
 from monoblock.errors import InputError
-from monoblock.nn.inputs.generation_options import PipelineOptions
+from monoblock.nn.generation_options import PipelineOptions
 from monoblock.tasks.batching import LongTextMode, ProgressCallback
 from monoblock.tasks.translate import LongSourceMode
 

@@ -12,7 +12,7 @@ from monoblock.errors import InputError, with_article
 from monoblock.inference.runners.plain import mean_log_probs
 from monoblock.inference.scheduler import Prompt, pad_right
 from monoblock.inference.settings import Settings
-from monoblock.nn.inputs.generation_options import GenerationOptions
+from monoblock.nn.generation_options import GenerationOptions
 from monoblock.tasks.batching import check_long_mode
 from monoblock.tasks.loaded_model import Hypothesis, LoadedModel
 from monoblock.tasks.task_data import group_by_length

@@ -23,7 +23,7 @@ from monoblock.errors import InputError
 from monoblock.kernels.linear_cross_entropy import linear_cross_entropy, supports_linear_cross_entropy
 from monoblock.nn.experts import load_balancing_loss
 from monoblock.nn.heads import Head
-from monoblock.nn.modules.hooks import is_customized
+from monoblock.nn.hooks import is_customized
 from monoblock.nn.norm import HALF_DTYPES
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 from monoblock.nn.transformer import Transformer

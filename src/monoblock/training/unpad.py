@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from monoblock.data.batching.encode import IGNORE_INDEX
-from monoblock.nn.packed.documents import PackedDocuments
+from monoblock.nn.packed_documents import PackedDocuments
 
 SIZES_PER_DOUBLING = 16  # how many different sizes there are from one power of two to the next
 NUM_FILL = 8  # documents that fill a row; none is empty, because a query of the target must see a key of the source

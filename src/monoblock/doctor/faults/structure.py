@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from monoblock.config.model import EmbeddingConfig
 from monoblock.doctor.faults.fault import Fault, Plant, Setup, change_output
 from monoblock.nn.attention import AttentionContext
-from monoblock.nn.kv_cache.cache_index import CacheWrite
-from monoblock.nn.kv_cache.layer_cache import KeyValues, LayerCache
+from monoblock.nn.cache import CacheWrite, KeyValues, LayerCache
 from monoblock.nn.masks import Mask, MaskTerm, causal, same_document, window
 from monoblock.nn.norm import Norm
 from monoblock.nn.positions import RotaryAngles, apply_rotary

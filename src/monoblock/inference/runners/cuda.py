@@ -31,7 +31,7 @@ from monoblock.inference.scheduler import PLAIN, RowPass
 from monoblock.inference.supported_models import SUPPORTED, unsupported_field
 from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.experts import Experts
-from monoblock.nn.kv_cache.paged import PagedCache, StaticRows, token_bytes
+from monoblock.nn.paged_cache import PagedCache, StaticRows, token_bytes
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 

@@ -29,8 +29,8 @@ from monoblock.inference.beam import (
 from monoblock.inference.runners.record import Replay, record
 from monoblock.inference.scheduler import NAN_LOGITS, PLAIN, Prompt, Request, pad_right
 from monoblock.inference.settings import Settings
-from monoblock.nn.kv_cache.beam_cache import MAX_BEAMS, BeamCache
-from monoblock.nn.kv_cache.cache import Cache
+from monoblock.nn.beam_cache import MAX_BEAMS, BeamCache
+from monoblock.nn.cache import Cache
 from monoblock.nn.transformer import Transformer
 
 MAX_STEPS = 4  # the most steps that run before Python reads which searches are done

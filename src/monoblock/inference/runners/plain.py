@@ -21,7 +21,7 @@ from monoblock.inference.runners.cpu import MAX_TOKENS
 from monoblock.inference.scheduler import PLAIN, Edit, Request, Row, RowPass, Variant, pad_right
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.attention import Attention
-from monoblock.nn.kv_cache.paged import PagedCache, PagedRows
+from monoblock.nn.paged_cache import PagedCache, PagedRows
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 

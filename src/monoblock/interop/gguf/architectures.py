@@ -15,7 +15,7 @@ from torch import Tensor
 from monoblock.config.families import gpt, llama
 from monoblock.config.knobs import FieldValues, rebuild
 from monoblock.config.model import ModelConfig
-from monoblock.config.positions import Rotary, Scaling
+from monoblock.config.parts import Rotary, Scaling
 from monoblock.config.preset_blocks import GEMMA_RMS_NORM
 from monoblock.config.presets import preset
 from monoblock.config.schema import from_dict, to_dict

@@ -26,7 +26,7 @@ from typing import Any
 
 from monoblock.config.knobs import FieldValues, rebuild
 from monoblock.config.model import AttentionConfig, BlockConfig, EmbeddingConfig, InitConfig, ModelConfig
-from monoblock.config.positions import Learned, Rotary
+from monoblock.config.parts import Learned, Rotary
 from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError, FileError, InputError, MonoblockError, did_you_mean
 from monoblock.untrusted_files import short_repr

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 
 from monoblock.errors import InputError, did_you_mean
-from monoblock.inspection.coreference import find_coreference_head
-from monoblock.inspection.head_scores import score_repeated_tokens, text_chance, text_scores
-from monoblock.inspection.head_statistics import head_statistics
+from monoblock.inspection.head_scores import (
+    find_coreference_head,
+    head_statistics,
+    score_repeated_tokens,
+    text_chance,
+    text_scores,
+)
 from monoblock.inspection.pruning import attention_layers
 from monoblock.inspection.trace import Trace, trace
 from monoblock.plots.attention import draw_attention, draw_head_grid, draw_layer, draw_patch_attention

@@ -7,9 +7,8 @@ from dataclasses import asdict
 import numpy as np
 
 from monoblock.errors import InputError
-from monoblock.inspection.lens import logit_lens
-from monoblock.inspection.norms import describe_text_loss, gradient_norms, residual_norms
 from monoblock.inspection.position_tables import position_tables
+from monoblock.inspection.residual_stream import describe_text_loss, gradient_norms, logit_lens, residual_norms
 from monoblock.nn.masks import Mask, mask_from_config
 from monoblock.plots.curves import draw_bars, draw_curves, draw_lens
 from monoblock.plots.masks import draw_masks

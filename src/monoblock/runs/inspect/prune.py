@@ -15,9 +15,7 @@ from monoblock.accounting.report import account
 from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError, InputError
 from monoblock.inspection.edits import ablate
-from monoblock.inspection.head_ranking import HeadGroup, list_groups
-from monoblock.inspection.importance import ImportanceMethod
-from monoblock.inspection.pruning_rounds import prune_in_rounds
+from monoblock.inspection.pruning import HeadGroup, ImportanceMethod, list_groups, prune_in_rounds
 from monoblock.inspection.trace import trace
 from monoblock.model import Transformer
 from monoblock.recipes.parse import RECIPE_FILE, recipe_path

@@ -1,6 +1,0 @@
-"""Names that are in config/parts.py."""
-
-from monoblock.config.parts import (
-    EmbeddingConfig as EmbeddingConfig,
-    PatchConfig as PatchConfig,
-)

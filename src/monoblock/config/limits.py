@@ -1,5 +1,0 @@
-"""Names that are in config/parts.py."""
-
-from monoblock.config.parts import (
-    MAX_CONTEXT as MAX_CONTEXT,
-)

@@ -1,5 +1,0 @@
-"""Names that are in inspection/trace.py."""
-
-from monoblock.inspection.trace import (
-    mean_activations as mean_activations,
-)

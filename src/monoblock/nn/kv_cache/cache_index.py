@@ -1,5 +1,0 @@
-"""Names that are in nn/cache.py."""
-
-from monoblock.nn.cache import (
-    CacheWrite as CacheWrite,
-)
