@@ -34,6 +34,7 @@ from monoblock.experiments.frame.results import read_results
 from monoblock.experiments.frame.rules import Rule, Verdict
 from monoblock.experiments.names import EXPERIMENTS, load_experiment
 from monoblock.interop.huggingface.load import FAMILIES as PUBLISHED_FAMILIES
+from monoblock.metrics.table import METRICS
 from monoblock.recipes.key_table import SectionDescription, list_sections
 from monoblock.recipes.schema import FAMILIES
 from monoblock.tasks.table import TASKS
@@ -188,6 +189,8 @@ def build_recipes_page() -> str:
         "## Tasks",
         "`train.objective` names the task. `monoblock ls tasks` prints this table.",
         _task_table(),
+        "These are the metrics (`metrics/table.py`); a name may have a prefix, as in `val_accuracy`.",
+        _metric_table(),
         "## Keys of every recipe",
         *shared,
         "## Keys of one task",
@@ -246,6 +249,11 @@ def _task_table() -> str:
             for task in TASKS
         ],
     )
+
+
+def _metric_table() -> str:
+    rows = [(code(row.name), row.better or "—", row.about) for row in METRICS.values() if row.scale != "count"]
+    return table(("metric", "better", "meaning"), rows)
 
 
 def _list_text(names: Iterable[str]) -> str:

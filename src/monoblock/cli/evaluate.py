@@ -23,7 +23,7 @@ from monoblock.cli.model_options import (
 from monoblock.cli.output import echo, print_json, print_table, suggest_next
 from monoblock.cli.verb import argument, data_folder_option, json_option, option, resolve_data_folder
 from monoblock.errors import ConfigError, did_you_mean
-from monoblock.metrics.format import format_cell, format_change, format_metric, is_fraction
+from monoblock.metrics.table import format_cell, format_change, format_metric, is_fraction
 
 if TYPE_CHECKING:
     from monoblock.runs.pipeline import Pipeline

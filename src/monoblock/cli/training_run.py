@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monoblock.cli.output import echo, print_json, suggest_next
-from monoblock.metrics.format import format_metric
+from monoblock.metrics.table import format_metric
 from monoblock.runs.progress import TrainingProgress, train_to_end
 from monoblock.training.interrupt import stop_on_interrupt
 from monoblock.training.run_lock import lock_run_folder

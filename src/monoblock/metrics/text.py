@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from monoblock.errors import ConfigError, InputError
@@ -73,6 +73,15 @@ def bleu_tokenized(hypotheses: Sequence[str], references: References, language: 
     tokenized_references = [[tokenize(text) for text in row] for row in references]
     score = bleu([tokenize(text) for text in hypotheses], tokenized_references, tokenize="none")
     return Score(score.value, f"{score.signature}|lc|moses.{language}")
+
+
+# The metrics of translations; each gets all options, and sees to those that concern it.
+TRANSLATION_METRICS: dict[str, Callable[[Sequence[str], References, bool, str], Score]] = {
+    "bleu": lambda texts, references, lowercase, language: bleu(texts, references, lowercase=lowercase),
+    "bleu_lowercased": lambda texts, references, lowercase, language: bleu(texts, references, lowercase=True),
+    "bleu_tokenized": lambda texts, references, lowercase, language: bleu_tokenized(texts, references, language),
+    "chrf": lambda texts, references, lowercase, language: chrf(texts, references),
+}
 
 
 # -- characters and words ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from monoblock.metrics.format import is_fraction
+from monoblock.metrics.table import is_fraction
 from monoblock.plots.curves import COLORS, MARKERS, STYLES
 from monoblock.plots.figure import create_figure
 

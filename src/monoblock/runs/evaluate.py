@@ -1,8 +1,4 @@
-"""Evaluate a model on a corpus by the objective it was trained for.
-
-The names of the metrics are those of the command line: loss, perplexity, bits_per_byte, bleu, bleu_tokenized, chrf,
-cer, accuracy, top_k, f1, ece; `signature` identifies the variant of BLEU.
-"""
+"""Evaluate a model on a corpus by the objective it was trained for; metrics/table.py says what the metrics are."""
 
 from __future__ import annotations
 
@@ -30,8 +26,6 @@ from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import validate
 from monoblock.tasks.text_to_text import TextToTextSection
 from monoblock.training.loss import CrossEntropyLoss, FunctionLoss, Loss
-
-LOWER_IS_BETTER = {"loss", "perplexity", "bits_per_byte", "cer", "ece"}
 
 
 def evaluate(

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from monoblock.metrics.format import format_metric
 from monoblock.metrics.numbers import format_count
+from monoblock.metrics.table import format_metric
 from monoblock.training.events import (
     METRICS_FILE,
     CheckpointEvent,

@@ -18,7 +18,7 @@ from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.interop.companions import read_published_fields
 from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config
-from monoblock.metrics.format import format_metric
+from monoblock.metrics.table import format_measure
 from monoblock.model import Transformer
 from monoblock.parallel.strategy import has_room
 from monoblock.quantization.convert import merge_adapters
@@ -304,7 +304,7 @@ def _format_decoding(recipe: Recipe, task: Task, context: int | None) -> str:
 
 def _format_rows(metrics: dict[str, Any]) -> str:
     texts = {
-        name: format_metric(name, value, ".6g") if isinstance(value, int | float) else value
+        name: format_measure(name, value, ".6g") if isinstance(value, int | float) else value
         for name, value in metrics.items()
     }
     return "".join(f"| {name} | {text} |\n" for name, text in texts.items() if isinstance(text, str))

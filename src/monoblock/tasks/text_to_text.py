@@ -65,7 +65,7 @@ class TextToText(Seq2Seq):
     about = "learn several tasks with one model, each named by a prefix of the source"
     corpus_kinds = ("pairs", "questions", "labelled")  # these convert to pairs
     section = TextToTextSection
-    metrics = ("bleu", "rouge", "accuracy", "f1")
+    metrics = ("bleu", "rougeL", "accuracy", "f1")
 
     def load_data(self, recipe: Recipe, folder: Path | None, /) -> tuple[Corpus, Corpus | None]:
         """Read the training and the validation rows of a recipe as pairs: labels and answers become target texts."""

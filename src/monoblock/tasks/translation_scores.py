@@ -9,7 +9,7 @@ from monoblock.data.corpora.table import CORPORA
 from monoblock.data.readers.by_path import ALIGNED_SUFFIX
 from monoblock.data.readers.records import Pair
 from monoblock.errors import ConfigError
-from monoblock.metrics.text import References, accuracy, bleu, bleu_tokenized, cer, chrf
+from monoblock.metrics.text import TRANSLATION_METRICS, References, accuracy, cer
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.loaded_model import Hypothesis, LoadedModel
 from monoblock.tasks.pairs import Seq2SeqSection, collect_references, prepare_pairs
@@ -51,12 +51,10 @@ def target_language(data: str, direction: str) -> str:
 def score_translations(
     hypotheses: list[str], references_per_source: References, *, lowercase: bool = False, language: str = "en"
 ) -> dict[str, Any]:
-    """Return three variants of BLEU, chrF and the fraction of exact matches, with the signatures of sacreBLEU."""
+    """Return the metrics of translations and the fraction of exact matches, with the signatures of sacreBLEU."""
     scores = {
-        "bleu": bleu(hypotheses, references_per_source, lowercase=lowercase),
-        "bleu_lowercased": bleu(hypotheses, references_per_source, lowercase=True),
-        "bleu_tokenized": bleu_tokenized(hypotheses, references_per_source, language),
-        "chrf": chrf(hypotheses, references_per_source),
+        name: compute(hypotheses, references_per_source, lowercase, language)
+        for name, compute in TRANSLATION_METRICS.items()
     }
     return {
         **{name: score.value for name, score in scores.items()},

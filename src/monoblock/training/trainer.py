@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.errors import ConfigError, FileError, InputError, MonoblockError
+from monoblock.metrics.table import is_better
 from monoblock.parallel.strategy import Strategy, call_with_whole_model, group_by_mesh
 from monoblock.parallel.world import World
 from monoblock.training import checkpoint, resume_state
@@ -297,7 +298,7 @@ class Trainer:
             self.model.eval()
             metrics = self.evaluate(self.model)
         self.model.train()
-        is_best = self.best["loss"] is None or metrics["val_loss"] < self.best["loss"]
+        is_best = self.best["loss"] is None or is_better("loss", metrics["val_loss"], self.best["loss"])
         if is_best:
             self.best = {"step": self.step, "loss": metrics["val_loss"]}
         yield EvaluationEvent(self.step, metrics, is_best)

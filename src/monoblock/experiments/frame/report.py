@@ -14,7 +14,7 @@ from monoblock.experiments.frame.experiment import Experiment
 from monoblock.experiments.frame.results import Result, read_results
 from monoblock.experiments.frame.rules import Conclusion
 from monoblock.experiments.frame.settings import CORPUS, SPEED_KEYS, find_stand_in, own_changes
-from monoblock.metrics.format import format_metric
+from monoblock.metrics.table import format_measure
 from monoblock.plots.arms import ArmCurves, ArmValues, draw_arm_curves, draw_arm_points, draw_arm_scatter
 from monoblock.plots.figure import save_figure
 from monoblock.untrusted_files import write_atomically
@@ -289,8 +289,8 @@ def format_mean(name: str, values: Sequence[float], spec: str | None = None) -> 
     if all(isinstance(value, int) for value in values) and len(set(values)) == 1:
         return f"{values[0]:,}"
     spec = _spec(mean) if spec is None else spec
-    text = format_metric(name, mean, spec)
-    return text if len(values) == 1 else f"{text} ± {format_metric(name, _deviation(values), spec)}"
+    text = format_measure(name, mean, spec)
+    return text if len(values) == 1 else f"{text} ± {format_measure(name, _deviation(values), spec)}"
 
 
 def _common_spec(arms: Sequence[Sequence[float]]) -> str | None:

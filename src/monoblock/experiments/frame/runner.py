@@ -30,7 +30,7 @@ from monoblock.experiments.frame.settings import (
 )
 from monoblock.experiments.names import load_experiment
 from monoblock.kernels.cpu.processor import processor_name
-from monoblock.metrics.format import format_metric
+from monoblock.metrics.table import format_measure
 from monoblock.runs.recipe import build_model_config, read_recipe
 from monoblock.training.runtime import check_device
 
@@ -238,7 +238,7 @@ def run_trial(trial: Trial) -> Iterator[str]:
     if not trial.keep and trial.run_folder.is_dir():
         shutil.rmtree(trial.run_folder)
     shown = [
-        f"{name} {format_metric(name, metrics[name])}"
+        f"{name} {format_measure(name, metrics[name])}"
         for name in experiment.columns[:3]
         if isinstance(metrics.get(name), int | float)
     ]
