@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from monoblock.inference.arrange_weights import ROW_MULTIPLE, make_room, needs_padding, padded_table
+from monoblock.inference.fast_linear import TABLE_MULTIPLE, make_room, needs_padding, padded_table
 
 
 @pytest.mark.parametrize("rows", [1, 7, 9, 50])
@@ -14,8 +14,8 @@ def test_a_table_with_room_keeps_its_values_and_shares_the_padded_storage(rows):
     assert table.data_ptr() != padded_table(table).data_ptr()
     make_room(table)
     padded = padded_table(table)
-    assert padded.shape[0] % ROW_MULTIPLE == 0
-    assert padded.shape[0] - rows < ROW_MULTIPLE
+    assert padded.shape[0] % TABLE_MULTIPLE == 0
+    assert padded.shape[0] - rows < TABLE_MULTIPLE
     assert torch.equal(table, before)
     assert table.data_ptr() == padded.data_ptr()  # stored once
     torch.testing.assert_close(F.linear(x, padded)[:, :rows], x @ before.T, rtol=0, atol=1e-12)
@@ -26,7 +26,7 @@ def test_a_table_with_room_keeps_its_values_and_shares_the_padded_storage(rows):
 
 
 def test_a_table_with_a_multiple_of_8_rows_is_not_padded():
-    table = torch.nn.Parameter(torch.randn(2 * ROW_MULTIPLE, 6))
+    table = torch.nn.Parameter(torch.randn(2 * TABLE_MULTIPLE, 6))
     assert not needs_padding(table)
     assert torch.equal(padded_table(table), table)
 

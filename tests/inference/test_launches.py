@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import monoblock as mb
-from monoblock.inference import arrange_weights, fast_linear, fast_modules
+from monoblock.inference import fast_linear
 from monoblock.inference.fast_modules import build_fast_model
 from monoblock.kernels import gpu, gpu_attention, gpu_quantized
 from monoblock.model import Transformer
@@ -43,8 +43,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(module, "triton_kernels", lambda *file: Log(names))
     monkeypatch.setattr(FakeTensor, "is_cuda", True)
     monkeypatch.setattr(Embedding, "check_inputs", lambda *args: None)  # it reads values
-    for module in (arrange_weights, fast_linear):
-        monkeypatch.setattr(module, "adjacent_view", lambda tensors: None)  # it reads addresses
+    monkeypatch.setattr(fast_linear, "adjacent_view", lambda tensors: None)  # it reads addresses
     return names
 
 
@@ -58,7 +57,6 @@ def record_step(config, bits, launches, monkeypatch):
         model = model.to_empty(device="cpu")
         with monkeypatch.context() as building:
             building.setattr(Transformer, "device", torch.device("cuda"))
-            building.setattr(fast_modules, "use_cpu_kernels", lambda model: model)
             fast = build_fast_model(model)
         cache = PagedCache(fast.decoder.config, fast.device)
         cache.grow(17)

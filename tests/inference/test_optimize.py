@@ -6,8 +6,7 @@ from support import tiny_names
 
 from monoblock.config.families import gpt, llama
 from monoblock.config.presets import tiny
-from monoblock.inference.arrange_weights import join_projection_storage
-from monoblock.inference.fast_linear import FusedLinear
+from monoblock.inference.fast_linear import FusedLinear, arrange_weights
 from monoblock.inference.fast_modules import FastAttention, FastFeedForward, build_fast_model
 from monoblock.inference.optimized import optimize
 from monoblock.inference.supported_models import reason_not_to_optimize
@@ -52,7 +51,7 @@ def test_joined_weights_of_an_optimized_model_are_stored_once():
     attention = model.decoder.blocks[0].attention
     copied = build_fast_model(model, fuse=True).decoder.blocks[0].attention.fused
     assert attention.query.weight.data_ptr() != copied.weight.data_ptr()
-    join_projection_storage(model)
+    arrange_weights(model)
     fused = build_fast_model(model, fuse=True).decoder.blocks[0].attention.fused
     assert attention.query.bias.data_ptr() == fused.bias.data_ptr()
     assert attention.query.weight.data_ptr() == fused.weight.data_ptr()
@@ -65,7 +64,7 @@ def test_joined_weights_of_an_optimized_model_are_stored_once():
 def test_a_joined_model_is_saved_and_loaded_as_before(tmp_path):
     model = build(gpt(vocab=11, width=12, depth=2, heads=3, context=13)).float()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    join_projection_storage(model)
+    arrange_weights(model)
     model.save_pretrained(tmp_path)
     loaded = Transformer.from_pretrained(tmp_path).state_dict()
     assert loaded.keys() == before.keys()

@@ -11,7 +11,7 @@ import pytest
 
 import monoblock as mb
 from monoblock.data.corpora import load
-from monoblock.kernels.cpu import library, library_cache
+from monoblock.kernels.cpu import library
 from monoblock.training import resume_state
 
 NAME = "kernels-0.so"
@@ -22,27 +22,27 @@ SOMEBODY = 12_345  # a user id that is not ours
 def cache(monkeypatch, tmp_path):
     """An empty cache folder, and no other folder that could hold libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(library_cache.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(library.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     return tmp_path / "cache"
 
 
 def store(content=b"machine code"):
-    folder = library_cache.make_library_folder()
+    folder = library.make_library_folder()
     file = folder / "output"
     file.write_bytes(content)
-    library_cache.store_library(file, folder / NAME)
+    library.store_library(file, folder / NAME)
     return folder / NAME
 
 
 def test_a_stored_library_is_found_and_only_this_user_can_write_it(cache):
-    assert library_cache.find_library(NAME) is None
+    assert library.find_library(NAME) is None
     previous = os.umask(0)
     try:
         stored = store()
     finally:
         os.umask(previous)
     assert stored == cache / "monoblock" / "kernels" / NAME
-    assert library_cache.find_library(NAME) == stored
+    assert library.find_library(NAME) == stored
     for path in (stored, stored.parent, Path(f"{stored}.sha256")):
         assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     assert {path.name for path in stored.parent.iterdir()} == {NAME, f"{NAME}.sha256"}
@@ -67,9 +67,9 @@ def test_a_damaged_library_is_not_loaded_and_can_be_stored_again(cache, tmp_path
         {"a folder": stored.mkdir, "a pipe": lambda: os.mkfifo(stored)}.get(
             damage, lambda: stored.symlink_to(tmp_path / "elsewhere")
         )()
-    assert library_cache.find_library(NAME) is None
+    assert library.find_library(NAME) is None
     if damage != "a folder":
-        assert library_cache.find_library(store().name) == stored
+        assert library.find_library(store().name) == stored
 
 
 def test_a_library_that_others_can_write_is_not_loaded(cache):
@@ -78,13 +78,13 @@ def test_a_library_that_others_can_write_is_not_loaded(cache):
         mode = path.stat().st_mode
         for others in (0o020, 0o002):
             path.chmod(mode | others)
-            assert library_cache.find_library(NAME) is None, (path, others)
+            assert library.find_library(NAME) is None, (path, others)
         path.chmod(mode)
-    assert library_cache.find_library(NAME) == stored
+    assert library.find_library(NAME) == stored
     cache.chmod(0o777)  # anyone can put another folder in its place
-    assert library_cache.find_library(NAME) is None
+    assert library.find_library(NAME) is None
     cache.chmod(0o1777)
-    assert library_cache.find_library(NAME) == stored
+    assert library.find_library(NAME) == stored
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -93,20 +93,20 @@ def test_a_library_of_another_user_in_a_shared_cache_folder_is_not_loaded(cache,
     """Level 0 is the file, the others are the folders around it."""
     stored = store()
     os.chown([stored, *stored.parents][level], SOMEBODY, -1)
-    assert library_cache.find_library(NAME) is None
+    assert library.find_library(NAME) is None
     again = store()  # in a folder of this user
     assert (SOMEBODY in {path.stat().st_uid for path in (again, *again.parents)}) is False
-    assert library_cache.find_library(NAME) == again
+    assert library.find_library(NAME) == again
 
 
 def test_without_any_folder_the_library_lives_as_long_as_the_process(monkeypatch, cache, tmp_path):
     (tmp_path / "tmp").mkdir(exist_ok=True)
     for folder in (cache, tmp_path / "tmp" / f"monoblock-{os.geteuid()}"):
         folder.write_text("a file where the folder should be")
-    library_cache._temporary_folder.cache_clear()
-    folder = library_cache.make_library_folder()
+    library._temporary_folder.cache_clear()
+    folder = library.make_library_folder()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert folder == library_cache.make_library_folder()
+    assert folder == library.make_library_folder()
 
 
 def test_no_home_is_no_error(monkeypatch, tmp_path):
@@ -116,15 +116,15 @@ def test_no_home_is_no_error(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setattr(Path, "expanduser", lambda path: no_home())
-    monkeypatch.setattr(library_cache.tempfile, "gettempdir", lambda: str(tmp_path))
-    assert library_cache.make_library_folder() == tmp_path / f"monoblock-{os.geteuid()}" / "kernels"
+    monkeypatch.setattr(library.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert library.make_library_folder() == tmp_path / f"monoblock-{os.geteuid()}" / "kernels"
     assert load._cache_path("shakespeare", None).is_relative_to(tmp_path)
 
 
 def test_a_relative_cache_folder_is_ignored(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert library_cache.make_library_folder() == tmp_path / ".cache" / "monoblock" / "kernels"
+    assert library.make_library_folder() == tmp_path / ".cache" / "monoblock" / "kernels"
 
 
 # -- the real kernels -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from operator_support import use_cpu_kernels
 from paged_support import PagedRows, assert_close, draw, draw_rows, no_sources, on_whole_sequences, randomize
 from support import build_model, has_decoder, tiny_config, tiny_model, tiny_names
 from torch.nn.utils.rnn import pad_sequence
@@ -16,7 +17,6 @@ from monoblock.inference.supported_models import NATIVE_ACTIVATIONS
 from monoblock.kernels.cpu import library
 from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.stack import Stack
-from monoblock.quantization.cpu_linear import use_cpu_kernels
 
 WIDTH = 44
 RMS = NormConfig(kind="rms", affine="scale")

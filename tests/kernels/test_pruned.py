@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from operator_support import use_kernels_for_toys
+from operator_support import use_cpu_kernels, use_kernels_for_toys
 from paged_support import PagedRows, assert_close, draw_rows, no_sources, on_whole_sequences
 from support import build_model, random_tokens
 
@@ -16,7 +16,6 @@ from monoblock.inference.fast_modules import build_fast_model
 from monoblock.inference.settings import Settings
 from monoblock.inspection.pruning import prune_heads
 from monoblock.kernels.cpu import library
-from monoblock.quantization.cpu_linear import use_cpu_kernels
 
 TRANSLATOR = {"vocab": 37, "width": 48, "depth": 3, "heads": 6, "hidden": 29, "context": 211}
 ENCODER = {"encoder.1.attention": [0, 1, 2, 4, 5], "encoder.2.attention": [3]}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from operator_support import kernel_layer
 from support import (
     assert_bit_equal,
     assert_near,
@@ -15,7 +16,6 @@ from torch import nn
 
 import monoblock as mb
 from monoblock.quantization.convert import dequantize
-from monoblock.quantization.cpu_linear import KernelLinear
 from monoblock.quantization.modules import QuantizedLinear
 from monoblock.quantization.packing import pack, round_activations, unpack
 
@@ -96,7 +96,7 @@ def test_gradients_pass_rounded_activations():
 @pytest.mark.parametrize(("kind", "group", "inputs"), [("int8", 32, 83), ("int8", 64, 128), ("int4", 32, 384)])
 def test_infinities_and_nan_reach_the_outputs_of_their_row_alone(kind, group, inputs, batch):
     matrix, x = pack(draw(29, inputs), 8 if kind == "int8" else 4, group), draw(batch, inputs, seed=1)
-    module = KernelLinear(matrix, inputs, activation_bits=8)
+    module = kernel_layer(matrix, inputs, activation_bits=8)
     clean = module(x)
     for value in (float("nan"), float("inf"), -float("inf")):
         changed = x.clone()
@@ -119,7 +119,7 @@ def test_a_number_of_bits_without_kernel_is_refused():
 def test_rounding_in_torch_gives_what_the_kernel_gives(kind, group, batch):
     """Other dtypes, gradients and devices round x in torch; here they may round another way where x is between two."""
     matrix, x, bias = pack(draw(29, 200), 8 if kind == "int8" else 4, group), draw(batch, 200, seed=1), draw(29, seed=2)
-    module = KernelLinear(matrix, 200, bias, activation_bits=8)
+    module = kernel_layer(matrix, 200, bias, activation_bits=8)
     plain = QuantizedLinear(matrix, 200, torch.float32)
     plain.register_parameter("bias", nn.Parameter(bias, requires_grad=False))
     plain.activation_bits = 8

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from operator_support import kernel_layer, use_cpu_kernels
 from support import (
     assert_near,
     assert_near_in_norm,
@@ -21,10 +22,9 @@ from support import (
 from torch import nn
 
 import monoblock as mb
-from monoblock.inference.fast_linear import fast_linear
+from monoblock.inference import fast_linear as fast_linear_module
+from monoblock.inference.fast_linear import KERNEL_ROWS, FastQuantizedMatrix, fast_linear
 from monoblock.kernels.cpu import library
-from monoblock.quantization import cpu_linear
-from monoblock.quantization.cpu_linear import KERNEL_ROWS, KernelLinear, use_cpu_kernels
 from monoblock.quantization.modules import QuantizedLinear
 from monoblock.quantization.packing import pack, unpack
 
@@ -79,7 +79,7 @@ def product(matrix, inputs, activation_bits=16):
     """The product of up to 15 rows with a matrix, or 8 with one of fp32, by its kernel."""
     if isinstance(matrix, torch.Tensor):
         return lambda x: fast_linear(x, matrix, None, KERNEL_ROWS["dense"])
-    module = KernelLinear(matrix, inputs, activation_bits=activation_bits)
+    module = kernel_layer(matrix, inputs, activation_bits=activation_bits)
     module.kernel_rows = range(1, 16)
     return module
 
@@ -234,17 +234,17 @@ def test_a_model_with_kernels_gives_the_same_logits(name, bits):
 def test_matrices_go_through_the_kernel_and_are_not_copied():
     model = mb.quantize(build_model(mb.gpt(vocab=61, width=64, depth=2, heads=4, context=37)))
     fast_model = use_cpu_kernels(model)
-    layers = [module for module in fast_model.modules() if isinstance(module, KernelLinear)]
+    layers = [module for module in fast_model.modules() if isinstance(module, FastQuantizedMatrix)]
     assert len(layers) == 2 * 6 + 1
-    assert fast_model.decoder.get_submodule("1.feedforward.up").tensors[0].data_ptr() == (
+    assert fast_model.decoder.get_submodule("1.feedforward.up").packed.data_ptr() == (
         model.decoder.get_submodule("1.feedforward.up").packed.data_ptr()
     )
     assert type(model.decoder.get_submodule("1.feedforward.up")) is QuantizedLinear, "the original model is not changed"
 
 
 def test_many_rows_other_dtypes_and_gradients_use_the_plain_product():
-    module = KernelLinear(store_matrix("int8", 32, 19, 64), 64)
-    module.kernel_rows = cpu_linear.KERNEL_ROWS["quantized"]  # as without a kernel for many rows
+    module = kernel_layer(store_matrix("int8", 32, 19, 64), 64)
+    module.kernel_rows = KERNEL_ROWS["quantized"]  # as without a kernel for many rows
     for x in (draw(33, 64), draw(2, 64).double()):
         assert_near(module(x), F.linear(x, unpack(module.packed_matrix, 64, x.dtype)))
     x = draw(2, 64).requires_grad_()
@@ -278,8 +278,9 @@ def test_without_a_compiler_the_model_itself_is_used_and_the_reason_is_one_line(
     assert not kernels.is_ready
     assert "no C++ compiler" in kernels.reason
     assert "\n" not in kernels.reason
-    monkeypatch.setattr(cpu_linear, "load_kernels", lambda: kernels)
-    assert use_cpu_kernels(tiny_model("gpt2")) is tiny_model("gpt2")
+    monkeypatch.setattr(fast_linear_module, "load_kernels", lambda: kernels)
+    model, ids = mb.quantize(tiny_model("gpt2")), random_tokens(2, 5)
+    assert torch.equal(use_cpu_kernels(model)(ids), model(ids))
 
 
 def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.inference.arrange_weights import can_join_quantized
 from monoblock.inference.fast_linear import (
     Choices,
     FastQuantizedLinear,
     FusedQuantizedLinear,
+    can_join_quantized,
     join_matrices,
     multiply,
 )

@@ -3,7 +3,7 @@
     fast = build_fast_model(model)      # a Transformer in evaluation mode; the model itself is not changed
 
 Weights are shared.  A GPU has those of projections that are computed together once more, and an output table that is
-padded, unless they lie in memory as arrange_weights.py places them.
+padded, unless they lie in memory as `arrange_weights` places them.
 
 From the last product of a sublayer to the first of the next, two things are passed together: the residual stream, and
 for quantized products its 8-bit form (see `Activations`).  The last product also adds the residual, in one kernel.  If
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.config.model import Sinusoid
-from monoblock.inference.arrange_weights import needs_padding, padded_table
 from monoblock.inference.fast_linear import (
+    KERNEL_ROWS,
     Choices,
     FastLinear,
     FastQuantizedEmbedding,
@@ -35,6 +35,8 @@ from monoblock.inference.fast_linear import (
     fast_linear,
     fuse_layers,
     multiply,
+    needs_padding,
+    padded_table,
     reads_rounded,
     take_over,
 )
@@ -45,7 +47,7 @@ from monoblock.kernels.cpu.autograd import gelu_tanh_inference
 from monoblock.kernels.cpu.library import load_kernels
 from monoblock.kernels.gpu import ACTIVATION_CODES, Activations, NormInput
 from monoblock.kernels.gpu_beams import attend_beams, attend_source, supports_beams
-from monoblock.kernels.gpu_quantized import NextNorm, can_join_norm, has_kernel
+from monoblock.kernels.gpu_quantized import GpuQuantizedMatrix, NextNorm, can_join_norm, has_kernel
 from monoblock.nn.attention import Attention, AttentionContext
 from monoblock.nn.beam_cache import SAME_HYPOTHESIS
 from monoblock.nn.block import Block
@@ -63,7 +65,6 @@ from monoblock.nn.stack import Stack
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import copy_sharing_weights
-from monoblock.quantization.cpu_linear import KERNEL_ROWS, KernelLinear, use_cpu_kernels
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear
 
 MIN_NATIVE_WEIGHTS = 2_000_000  # for smaller models, compiling the CPU kernels takes longer than they save
@@ -84,10 +85,8 @@ def build_fast_model(model: Transformer, *, fuse: bool | None = None, exact: boo
         large = exact or is_quantized or weights >= MIN_NATIVE_WEIGHTS
         is_cpu_fp32 = model.device.type == "cpu" and next(model.parameters()).dtype == torch.float32
         native = large and is_cpu_fp32 and load_kernels().is_ready
-        copied = use_cpu_kernels(model) if is_quantized else model
-        copied = copy_sharing_weights(model).eval() if copied is model else copied
         choices = Choices(on_gpu if fuse is None else fuse, is_quantized and on_gpu, native and not is_quantized, exact)
-        fast: Transformer = make_fast(copied, choices)
+        fast: Transformer = make_fast(copy_sharing_weights(model).eval(), choices)
         if isinstance(fast.head, FastHead):
             fast.head.prepare(fast, choices)
         if native and isinstance(fast.decoder, FastStack):
@@ -97,8 +96,6 @@ def build_fast_model(model: Transformer, *, fuse: bool | None = None, exact: boo
             for module in fast.modules():
                 if isinstance(module, FeedForward) and module.config.activation == "gelu_tanh":
                     module.activation = gelu_tanh_inference
-                if isinstance(module, KernelLinear):
-                    module.is_exact = exact
         return fast
 
 
@@ -106,8 +103,8 @@ def make_fast(module: Any, choices: Choices) -> Any:
     """Replace the modules in a module, innermost first; return the fast module in its place, or the module itself."""
     for name, child in module.named_children():
         module._modules[name] = make_fast(child, choices)
-    kind: Any = FAST_MODULES.get(type(module))
-    return module if kind is None or (kind in QUANTIZED and not choices.quantized) else kind(module, choices)
+    kind = FAST_MODULES.get(type(module))
+    return module if kind is None else kind(module, choices)
 
 
 # -- sublayers ------------------------------------------------------------------------------------------------------
@@ -155,12 +152,13 @@ class FastFeedForward(FeedForward):
         """Return activation(up(x)), or activation(gate(x)) * up(x)."""
         activation, values, up = self.config.activation, x.values, self.up
         has_code, fused = activation in ACTIVATION_CODES, self.fused
-        if self.gate is None and has_code and isinstance(up, FastQuantizedLinear) and up.has_kernel(values):
+        if (
+            self.gate is None
+            and has_code
+            and isinstance(up, FastLinear | FastQuantizedLinear)
+            and up.has_kernel(values)
+        ):
             return up.multiply(x, up.bias, activation=activation)
-        if self.gate is None and has_code and isinstance(up, FastLinear) and up.is_exact and values.is_cuda:
-            return Activations(exact_linear(values, up.weight, up.bias, activation=activation))
-        if self.gate is None and has_code and isinstance(up, FastLinear) and kernels.supports_linear(values, up.weight):
-            return Activations(kernels.linear(values, up.weight, up.bias, activation=activation))
         if fused is None:
             hidden = multiply(up, x).values
             gate = None if self.gate is None else multiply(self.gate, x).values
@@ -479,22 +477,20 @@ def choose_next_norms(stack: Stack) -> list[NextNorms]:
             is_plain = block.config.norm_place == "pre" and block.config.residual == "sequential" and name != "cross"
             norm, sublayer = getattr(block, f"{name}_norm"), getattr(block, name)
             first, last = getattr(sublayer, "fused", None), getattr(sublayer, "output", getattr(sublayer, "down", None))
-            if before is not None and is_plain and _is_plain_rms(norm) and _reads_begun_norm(sublayer, first, stack):
+            is_rms = (
+                norm is not None
+                and norm.config.kind == "rms"
+                and not norm.config.unit_offset
+                and norm.weight is not None
+            )
+            reads_norm = isinstance(first, FusedQuantizedLinear) and has_kernel(first.matrix, stack.config.width)
+            if isinstance(sublayer, FeedForward) and sublayer.config.activation not in ACTIVATION_CODES:
+                reads_norm = False  # a product of its own reads the norm as well
+            if before is not None and is_plain and is_rms and reads_norm:
                 before[0][before[1]] = NextNorm(norm.weight, norm.config.eps)
-            can_begin = isinstance(last, FastQuantizedLinear) and can_join_norm(last.matrix)
+            can_begin = isinstance(last, FastQuantizedLinear) and can_join_norm(cast(GpuQuantizedMatrix, last.matrix))
             before = (next_norms, name) if is_plain and can_begin else None
     return chosen
-
-
-def _reads_begun_norm(sublayer: nn.Module, first: object, stack: Stack) -> bool:
-    """Return whether one quantized product, the first of a sublayer, alone reads the norm before the sublayer."""
-    is_product = isinstance(first, FusedQuantizedLinear) and has_kernel(first.matrix, stack.config.width)
-    return is_product and not (isinstance(sublayer, FeedForward) and sublayer.config.activation not in ACTIVATION_CODES)
-
-
-def _is_plain_rms(norm: Norm) -> bool:
-    """Return whether a norm is x / sqrt(mean of x² + eps) times a weight."""
-    return norm.config.kind == "rms" and not norm.config.unit_offset and norm.weight is not None
 
 
 class FastEmbedding(Embedding):
@@ -531,7 +527,9 @@ class FastHead(Head):
         if choices.fuse and isinstance(table, Tensor) and needs_padding(table):
             self.padded = padded_table(table)
         has_layers = self.transform is not None or self.projection is not None or self.norm is not None
-        is_product = isinstance(matrix, FastQuantizedMatrix) and not has_layers and self.teacher is None
+        is_product = (
+            choices.quantized and isinstance(matrix, FastQuantizedMatrix) and not has_layers and self.teacher is None
+        )
         if is_product and self.scale == 1.0 and isinstance(model.decoder.norm, FastNorm):
             self.norm_before, model.decoder.norm = model.decoder.norm, None
 
@@ -557,7 +555,6 @@ class FastHead(Head):
         return fast_linear(x, weight, bias, self.kernel_rows)
 
 
-QUANTIZED = (FastQuantizedLinear, FastQuantizedEmbedding)
 FAST_MODULES: dict[type[nn.Module], Callable[..., nn.Module]] = {
     Linear: FastLinear,
     nn.Linear: FastLinear,

@@ -1,4 +1,4 @@
-"""Modules with a quantized matrix, which they dequantize to multiply by it; cpu_linear.py has faster modules."""
+"""Modules with a quantized matrix, which they dequantize to multiply by it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import ModelConfig
 from monoblock.errors import FileError, InputError
-from monoblock.inference.arrange_weights import arrange_weights
+from monoblock.inference.fast_linear import arrange_weights
 from monoblock.inference.supported_models import reason_not_to_optimize
 from monoblock.interop.folder import CONFIG_FILE, load_model
 from monoblock.interop.hub import resolve_model_path

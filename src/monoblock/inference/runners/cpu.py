@@ -52,7 +52,7 @@ from monoblock.nn.block import Block
 from monoblock.nn.norm import Norm
 from monoblock.nn.positions import alibi_bias, relative_position_bucket, rotary_angles
 from monoblock.nn.stack import Stack
-from monoblock.quantization.cpu_linear import KernelLinear
+from monoblock.quantization.modules import QuantizedLinear, QuantizedMatrix
 
 MAX_TOKENS = 512  # maximum number of tokens in one step, of all rows together
 ENCODER_TOKENS = 128  # tokens of sources that are encoded together, so that they stay in a core's cache
@@ -115,13 +115,13 @@ def supports_block(block: Block, supported: AllowList) -> bool:
 def has_plain_matrices(block: Block) -> bool:
     """Return whether all projections that the C++ operator uses are plain linear layers, without a LoRA adapter."""
     layers = (getattr(getattr(block, part), name, None) for part, names in OPERATOR_MATRICES.items() for name in names)
-    return all(layer is None or isinstance(layer, (nn.Linear, KernelLinear)) for layer in layers)
+    return all(layer is None or isinstance(layer, (nn.Linear, QuantizedLinear)) for layer in layers)
 
 
 def has_readable_weights(module: nn.Module) -> bool:
     """Return whether the C++ operator supports the dtype and layout of a module's own weights."""
-    if isinstance(module, KernelLinear):
-        return module.tensors[0].dtype != torch.bfloat16
+    if isinstance(module, QuantizedMatrix):
+        return True
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return all(is_plain_fp32(t) for t in tensors)
 
@@ -293,10 +293,12 @@ def _matrix_fields(name: str, layer: Any) -> dict[str, Any]:
     """Return a projection's weight and bias by name and, if it is quantized, the scales and minima of the weight."""
     if layer is None:
         return {}
-    tensors = layer.tensors if isinstance(layer, KernelLinear) else (layer.weight,)
-    parts = zip(("weight", "scale", "least"), tensors, strict=False)
-    fields = {f"{name}.{part}": t.detach() for part, t in parts} | {f"{name}.bias": _detach(layer.bias)}
-    return fields | ({f"{name}.activation_bits": layer.activation_bits} if len(tensors) > 1 else {})
+    fields = {f"{name}.bias": _detach(layer.bias)}
+    if not isinstance(layer, QuantizedLinear):
+        return fields | {f"{name}.weight": layer.weight.detach()}
+    parts = zip(("weight", "scale", "least"), layer.packed_matrix, strict=True)
+    fields |= {f"{name}.{part}": t for part, t in parts if t is not None}
+    return fields | {f"{name}.activation_bits": layer.activation_bits}
 
 
 # -- positions ------------------------------------------------------------------------------------------------------
