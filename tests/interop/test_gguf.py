@@ -20,10 +20,8 @@ from monoblock.interop.gguf.reader import GgufWeights
 from monoblock.interop.gguf.writer import save_gguf
 from monoblock.model import Transformer
 from monoblock.tokenizers.formats import sentencepiece
-from monoblock.tokenizers.formats.assembly import assemble_tokenizer_json
-from monoblock.tokenizers.formats.families import FAMILIES
-from monoblock.tokenizers.formats.gguf_header import read_gguf_header
-from monoblock.tokenizers.formats.gguf_tokenizer import from_fields, to_fields
+from monoblock.tokenizers.formats.families import FAMILIES, assemble_tokenizer_json
+from monoblock.tokenizers.formats.gguf import from_fields, read_gguf_header, to_fields
 from monoblock.tokenizers.formats.vocabulary_files import byte_level_sections, from_sentencepiece
 
 gguf = pytest.importorskip("gguf")

@@ -21,7 +21,7 @@ from monoblock.interop.gguf.writer import save_gguf
 from monoblock.interop.rename import QKV_ROWS, Rule, map_weights, qkv_names
 from monoblock.interop.weights import SafetensorsWeights
 from monoblock.model import Transformer
-from monoblock.tokenizers.formats.gguf_header import read_gguf_header
+from monoblock.tokenizers.formats.gguf import read_gguf_header
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [

@@ -68,8 +68,8 @@ def test_long_tokens_in_a_tiktoken_file_are_refused(tmp_path):
 
 def test_compiled_rules_of_sentencepiece_are_accepted(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
-    from monoblock.tokenizers.charsmap import check_charsmap
     from monoblock.tokenizers.formats.sentencepiece import parse_model
+    from monoblock.tokenizers.validation import check_charsmap
 
     (tmp_path / "text.txt").write_text("hello world of pieces\nanother line\n" * 50)
     options = {"vocab_size": 40, "minloglevel": 2, "hard_vocab_limit": False}

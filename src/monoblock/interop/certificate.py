@@ -134,7 +134,7 @@ def _merge(differences: list[dict[str, float]]) -> dict[str, float]:
 def _family_name(source: SourceModel, output_path: Path | None) -> str:
     """Return the name of the model's family: model_type or GGUF architecture of source or output, else our own name."""
     if source.format == "gguf":
-        from monoblock.tokenizers.formats.gguf_header import read_gguf_header
+        from monoblock.tokenizers.formats.gguf import read_gguf_header
 
         return str(read_gguf_header(source.path).fields["general.architecture"])
     if source.format == "hf":

@@ -25,7 +25,7 @@ from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
 from monoblock.interop.huggingface.load import find_family
 from monoblock.interop.labels import LABELS_FILE, read_labels
 from monoblock.interop.weights import INDEX_FILE, RUN_RECIPE_FILE, WEIGHTS_FILE, open_weights
-from monoblock.tokenizers.formats.gguf_tokenizer import has_gguf_tokenizer
+from monoblock.tokenizers.formats.gguf import has_gguf_tokenizer
 from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted_files import MB, has_file, read_bytes, read_json, safe_folder, safe_join, write_atomically

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from monoblock.errors import InputError
-from monoblock.tokenizers.fingerprint import FINGERPRINT_DIGITS
-from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.tokenizers.tokenizer import FINGERPRINT_DIGITS, Tokenizer
 
 
 def check_tokenizer_fits(tokenizer: Tokenizer, vocab: int, fingerprint: str | None = None) -> None:

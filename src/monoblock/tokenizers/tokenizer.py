@@ -9,6 +9,7 @@ Special tokens that are written out in a text, such as "</s>", are encoded as pl
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -18,12 +19,11 @@ from typing import Any, NamedTuple
 from monoblock.errors import FileError, InputError, did_you_mean
 from monoblock.tokenizers import sampling
 from monoblock.tokenizers.chat_template import find_chat_template, render_chat
-from monoblock.tokenizers.components import build_backend
-from monoblock.tokenizers.fingerprint import FINGERPRINT_DIGITS, compute_fingerprint
+from monoblock.tokenizers.components import build_backend, byte_symbols
 from monoblock.tokenizers.inputs import check_text, check_texts, to_id_list
 from monoblock.tokenizers.special_tokens import UNKNOWN_CHARACTER, assign_roles, find_sentinels
-from monoblock.tokenizers.token_bytes import byte_decoder
 from monoblock.tokenizers.tokenizer_json import (
+    is_byte_level,
     read_tokenizer,
     tokenizer_kind,
     unknown_token,
@@ -313,3 +313,52 @@ class Tokenizer:
 
     def _role_id(self, role: str) -> int | None:
         return self._backend.token_to_id(self.special_tokens_map[role]) if role in self.special_tokens_map else None
+
+
+# -- the bytes of tokens -----------------------------------------------------------------------------------------------
+
+BYTE_BY_SYMBOL = {symbol: value for value, symbol in enumerate(byte_symbols())}
+
+
+def byte_decoder(data: dict[str, Any]) -> Callable[[str], bytes | None]:
+    """Return a function that maps a token to the bytes it stands for, or to None if it stands for text.
+
+    `data` is the content of the tokenizer.json.
+    """
+    if is_byte_level(data["decoder"]):
+        return _byte_level_token
+    return _fallback_token if data["model"].get("byte_fallback") else lambda token: None
+
+
+def _byte_level_token(token: str) -> bytes | None:
+    """Return the bytes of a token of byte-level BPE, which writes each byte as a printable symbol."""
+    known = all(symbol in BYTE_BY_SYMBOL for symbol in token)
+    return bytes(BYTE_BY_SYMBOL[symbol] for symbol in token) if known else None
+
+
+def _fallback_token(token: str) -> bytes | None:
+    """Return the byte of a token such as <0x0A>, which SentencePiece uses for a byte of unknown text, or None."""
+    is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+    return bytes.fromhex(token[3:5]) if is_byte else None
+
+
+# -- the hash of everything that decides how a text is encoded ---------------------------------------------------------
+
+FINGERPRINT_DIGITS = 12  # how many digits a message shows
+ENCODING_SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "added_tokens", "model")
+
+
+def compute_fingerprint(data: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the sections of a tokenizer.json that affect encoding."""
+    canonical = json.dumps(_drop_unset({key: data[key] for key in ENCODING_SECTIONS}), sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _drop_unset(value: Any) -> Any:
+    """Drop settings that are None or False.
+
+    A later version of the `tokenizers` library may write new settings; if they are unset, the fingerprint is the same.
+    """
+    if isinstance(value, dict):
+        return {key: _drop_unset(item) for key, item in value.items() if item is not None and item is not False}
+    return [_drop_unset(item) for item in value] if isinstance(value, list) else value

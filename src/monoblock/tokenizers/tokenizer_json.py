@@ -10,7 +10,7 @@ from typing import Any
 
 from monoblock.errors import FileError
 from monoblock.tokenizers.chat_template import MAX_TEMPLATE_LENGTH
-from monoblock.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
+from monoblock.tokenizers.formats.gguf import read_gguf_tokenizer
 from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary, read_vocabulary
 from monoblock.tokenizers.validation import validate_tokenizer_json
 from monoblock.untrusted_files import has_file, open_to_write, read_bytes, read_json, reading, safe_join

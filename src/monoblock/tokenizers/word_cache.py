@@ -15,8 +15,14 @@ from typing import Any, Literal
 import numpy as np
 
 from monoblock.tokenizers.components import byte_level
-from monoblock.tokenizers.patterns import GPT2_PATTERN, LLAMA3_PATTERN, O200K_PATTERN, QWEN2_PATTERN, TEKKEN_PATTERN
-from monoblock.tokenizers.pipelines import WORD_PATTERN
+from monoblock.tokenizers.pipelines import (
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    O200K_PATTERN,
+    QWEN2_PATTERN,
+    TEKKEN_PATTERN,
+    WORD_PATTERN,
+)
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 # Where a text may be cut: between any character and white space, or not between punctuation and a line break.

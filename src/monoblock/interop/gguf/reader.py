@@ -22,7 +22,7 @@ from monoblock.interop.huggingface.family import Family
 from monoblock.interop.huggingface.field_rules import without_fields
 from monoblock.interop.rename import map_weights
 from monoblock.interop.weights import build_on_meta, split_weights, without_rest
-from monoblock.tokenizers.formats.gguf_header import GgufHeader, TensorInfo, read_gguf_header
+from monoblock.tokenizers.formats.gguf import GgufHeader, TensorInfo, read_gguf_header
 from monoblock.untrusted_files import short_repr
 
 if TYPE_CHECKING:

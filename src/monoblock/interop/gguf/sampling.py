@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.interop.generation_fields import UNREPORTED_FIELDS, is_neutral
-from monoblock.tokenizers.formats.gguf_header import read_gguf_header
+from monoblock.tokenizers.formats.gguf import read_gguf_header
 
 PREFIX = "general.sampling"
 # Fields of generation_config.json: the GGUF field and its type.

@@ -18,7 +18,7 @@ from monoblock.interop.gguf.sampling import sampling_fields
 from monoblock.interop.huggingface.family import Family
 from monoblock.interop.rename import map_weights
 from monoblock.quantization.convert import dequantize, merge_adapters
-from monoblock.tokenizers.formats.gguf_tokenizer import NO_TOKENIZER, PREFIX, to_fields
+from monoblock.tokenizers.formats.gguf import NO_TOKENIZER, PREFIX, to_fields
 from monoblock.untrusted_files import open_to_write
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from typing import Any
 
 from monoblock.errors import FileError
 from monoblock.tokenizers.components import JsonObject, bpe_model, replace_regex, replace_string
-from monoblock.tokenizers.patterns import EDGE_SPACE_PATTERN
-from monoblock.tokenizers.pipelines import WORD_MARKER
+from monoblock.tokenizers.pipelines import EDGE_SPACE_PATTERN, WORD_MARKER
 
 MAX_PIECES = 2_000_000
 MAX_PIECE_BYTES = 512
