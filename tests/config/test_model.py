@@ -71,7 +71,7 @@ INVALID = {
     "dropout=-0.1 is not a rate": lambda: FeedForwardConfig(hidden=7, dropout=-0.1),
     "factor=0.0 must be positive": lambda: Scaling(kind="linear", factor=0.0),
     # choices that contradict each other
-    "an RMS norm has no shift; write affine='scale'": lambda: NormConfig(kind="rms"),
+    "a norm of kind 'rms' has no affine='scale_shift'; write affine='scale' or 'none'": lambda: NormConfig(kind="rms"),
     "reach beyond a window; write window=": lambda: AttentionConfig(heads=3, global_tokens=True),
     "write window=": lambda: AttentionConfig(heads=3, random_blocks=2),
     "window cannot be combined with mask='prefix'": lambda: AttentionConfig(heads=3, mask="prefix", window=3),

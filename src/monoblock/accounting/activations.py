@@ -12,7 +12,7 @@ softmax are fp32). Sizes are named as in parameters.py, and S is the number of k
                              masked weights, the capped scores, and two masks of one byte an element
       linear                 an estimate: as fused attention
     cross-attention          the same; keys and values are per source token, and the encoder output is saved once
-    feed-forward             its input, D, the tensors of the activation (ACTIVATION_TENSORS), and the input of the last
+    feed-forward             its input, D, the tensors of the activation (ACTIVATION_ROWS), and the input of the last
                              matrix, F
       gated                  also up and the activated gate
       experts                the same for each expert of the token, its output twice, and the router scores
@@ -58,10 +58,8 @@ from monoblock.accounting.parameters import (
     router_linear,
 )
 from monoblock.config.model import (
-    Alibi,
     AttentionConfig,
     BlockConfig,
-    Buckets,
     EmbeddingConfig,
     FeedForwardConfig,
     FramesConfig,
@@ -73,7 +71,7 @@ from monoblock.config.model import (
     RecurrentConfig,
     Rotary,
 )
-from monoblock.config.parts import SEQUENCE_HEADS, CheckpointMode
+from monoblock.config.parts import ACTIVATION_ROWS, SEQUENCE_HEADS, CheckpointMode
 from monoblock.errors import ConfigError
 
 AttentionKernel = Literal["plain", "banded", "flex", "fused"]
@@ -105,10 +103,10 @@ NOTHING = SavedActivations()
 
 
 def norm_activations(norm: NormConfig | None, rows: int, size: int) -> SavedActivations:
-    if norm is None or norm.kind == "none":
+    if norm is None or not norm.row.saves_input:
         return NOTHING
     offset = size if norm.unit_offset and norm.affine != "none" else 0  # 1 + weight
-    statistics = {"layer": 2 * rows, "rms": rows, "batch": 2 * size}[norm.kind]
+    statistics = norm.row.row_statistics * rows + norm.row.feature_statistics * size
     return SavedActivations(rows * size + offset, fp32_elements=statistics)
 
 
@@ -124,10 +122,6 @@ def _has_mask_pattern(attention: AttentionConfig, length: int) -> bool:
     """Return whether the mask over `length` tokens is neither full nor causal."""
     is_windowed = attention.window is not None and (length > attention.window or attention.sees_beyond_window)
     return is_windowed or attention.mask == "prefix"
-
-
-def _has_score_bias(attention: AttentionConfig) -> bool:
-    return isinstance(attention.positions, Alibi | Buckets)
 
 
 def _supports_flex(attention: AttentionConfig, width: int, queries: int) -> bool:
@@ -147,14 +141,14 @@ def is_sparse(attention: AttentionConfig, length: int) -> bool:
 
 def _is_banded(attention: AttentionConfig, width: int, queries: int) -> bool:
     """Return whether banded attention computes this sparse mask, because FlexAttention does not support it."""
-    if _has_score_bias(attention) or _supports_flex(attention, width, queries):
+    if attention.has_score_bias or _supports_flex(attention, width, queries):
         return False
     return is_sparse(attention, queries)
 
 
 def _has_kernel_mask(attention: AttentionConfig, width: int, queries: int) -> bool:
     """Return whether the fused kernel is passed a mask; the output of queries that see no key is then set to zero."""
-    if _has_score_bias(attention):
+    if attention.has_score_bias:
         return attention.mask != "full" or _has_mask_pattern(attention, queries)
     has_sparse_kernel = _supports_flex(attention, width, queries) or _is_banded(attention, width, queries)
     return _has_mask_pattern(attention, queries) and not has_sparse_kernel
@@ -167,7 +161,7 @@ def choose_kernel(attention: AttentionConfig, width: int, queries: int, keys: in
         return "banded"
     if not fused or needs_plain_attention(attention):
         return "plain"
-    has_pattern = is_self_attention and _has_mask_pattern(attention, queries) and not _has_score_bias(attention)
+    has_pattern = is_self_attention and _has_mask_pattern(attention, queries) and not attention.has_score_bias
     return "flex" if has_pattern and _supports_flex(attention, width, queries) else "fused"
 
 
@@ -234,9 +228,9 @@ def _plain_attention_activations(attention: AttentionConfig, batch: int, queries
 
 def _fused_attention_activations(attention: AttentionConfig, width: int, queries: int, keys: int) -> SavedActivations:
     """Count the mask or bias that a block saves for the fused kernel and does not share with other blocks."""
-    if isinstance(attention.positions, Buckets) and not attention.positions.shared:
+    if attention.table_rows(shared=False):
         return _bias_activations(attention, queries, keys, fused=True)
-    has_own_mask = not _has_score_bias(attention) and _has_kernel_mask(attention, width, queries)
+    has_own_mask = not attention.has_score_bias and _has_kernel_mask(attention, width, queries)
     return SavedActivations(attention_elements=queries * keys if has_own_mask else 0)
 
 
@@ -246,7 +240,7 @@ def _bias_activations(attention: AttentionConfig, queries: int, keys: int, *, fu
     A learned bias also saves bucket indices and the mask.
     """
     matrix = count_scores(attention, queries, keys) if fused else 0
-    if isinstance(attention.positions, Alibi):
+    if not any(attention.table_rows(shared=shared) for shared in (False, True)):
         return SavedActivations(attention_elements=matrix)
     masked = fused and attention.mask != "full"
     return SavedActivations(attention_elements=matrix, raw_bytes=(8 + masked) * queries * keys)
@@ -266,7 +260,7 @@ def shared_attention_activations(
         is_proportional = positions.scaling is not None and positions.scaling.kind == "proportional"
         rotated = size if positions.dim is None or is_proportional else positions.dim
         saved.append(SavedActivations(2 * length * (rotated // 2)))
-    elif isinstance(positions, Alibi) or (isinstance(positions, Buckets) and positions.shared):
+    elif attention.has_score_bias and not attention.table_rows(shared=False):
         saved.append(_bias_activations(attention, length, length, fused=fused))
         saved.append(SavedActivations(fp32_elements=count_scores(attention, length, length) if recomputed else 0))
     if fused and _has_kernel_mask(attention, width, length):
@@ -275,20 +269,6 @@ def shared_attention_activations(
 
 
 CHECKPOINT_MODES: tuple[CheckpointMode, ...] = (False, "selective", True)  # from most to least memory
-
-# Activation -> the number of tensors that only it saves, and whether it saves its output, as the next layer does too.
-ACTIVATION_TENSORS = {
-    "relu": (0, True),
-    "relu2": (1, False),
-    "gelu": (1, False),
-    "gelu_tanh": (1, False),
-    "quick_gelu": (2, False),
-    "silu": (1, False),
-    "sigmoid": (0, True),
-    "tanh": (0, True),
-    "identity": (0, False),
-}
-
 
 # -- a block -----------------------------------------------------------------------------------------------------------
 
@@ -318,7 +298,7 @@ def feedforward_activations(feedforward: FeedForwardConfig, width: int, rows: in
 
 def _count_hidden_tensors(feedforward: FeedForwardConfig) -> int:
     """Count the tensors of size F (`feedforward.hidden`) that are saved for each token."""
-    tensors, saves_output = ACTIVATION_TENSORS[feedforward.activation]
+    tensors, saves_output, _ = ACTIVATION_ROWS[feedforward.activation]
     if feedforward.gated:
         return tensors + 3 + (2 if feedforward.clamp is not None else 0)
     return tensors + 1 + (saves_output and feedforward.dropout > 0)
@@ -355,7 +335,7 @@ def block_mode(block: BlockConfig, checkpointing: CheckpointMode) -> CheckpointM
     if checkpointing not in CHECKPOINT_MODES:
         raise ConfigError(f"checkpointing={checkpointing!r} is not one of {', '.join(map(repr, CHECKPOINT_MODES))}")
     norms = [block.norm, *(a.qk_norm for a in (block.attention, block.cross) if a is not None)]
-    has_statistics = any(norm is not None and norm.kind == "batch" for norm in norms)
+    has_statistics = any(norm is not None and norm.row.has_running_statistics for norm in norms)
     return bool(checkpointing) if has_statistics else checkpointing
 
 
@@ -455,7 +435,7 @@ def head_activations(config: ModelConfig, shape: BatchShape, *, with_logits: boo
             saved.append(SavedActivations((tensors - (not with_logits)) * logits, fp32_elements=with_logits * logits))
             saved.append(SavedActivations(raw_bytes=rows * linear.inputs if head.dropout > 0 else 0))
         elif linear.name == "transform" and head.transform:
-            saved.append(SavedActivations(ACTIVATION_TENSORS[head.transform][0] * rows * linear.outputs))
+            saved.append(SavedActivations(ACTIVATION_ROWS[head.transform].tensors * rows * linear.outputs))
     return sum(saved, NOTHING)
 
 
@@ -470,7 +450,7 @@ def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShap
         return NOTHING
     positions = shape.target if head.pooling != "mean" else 0
     is_last = (head.kind == "pooled" and head.project is None) or head.dropout > 0  # no matrix saves the output
-    tensors, saves_output = ACTIVATION_TENSORS["identity" if head.pooler == "none" else head.pooler]
+    tensors, saves_output, _ = ACTIVATION_ROWS["identity" if head.pooler == "none" else head.pooler]
     vectors = tensors + (saves_output and is_last)
     if head.normalize and head.pooling == "mean":
         vectors = max(vectors, 1)

@@ -31,7 +31,6 @@ from monoblock.config.knobs import FieldValues, rebuild
 from monoblock.config.model import (
     AttentionConfig,
     BlockConfig,
-    Buckets,
     EmbeddingConfig,
     ModelConfig,
 )
@@ -278,8 +277,8 @@ def rank_block_parameters(block: BlockConfig, tensor: int) -> RankParameters:
         extra = replicated_kv_heads(attention, tensor)
         total += extra * (key.num_parameters + value.num_parameters)
         matrices += extra * (key.num_weights + value.num_weights)
-        if isinstance(attention.positions, Buckets) and not attention.positions.shared:  # a table of all heads
-            total += attention.positions.count * (attention.num_unpruned_heads - attention.heads // tensor)
+        missing_heads = attention.num_unpruned_heads - attention.heads // tensor
+        total += attention.table_rows(shared=False) * missing_heads  # a rank has a table of all heads
     return RankParameters(total, matrices)
 
 

@@ -21,7 +21,6 @@ from typing import Literal, NamedTuple
 from monoblock.config.model import (
     AttentionConfig,
     BlockConfig,
-    Buckets,
     EmbeddingConfig,
     FeedForwardConfig,
     FramesConfig,
@@ -197,8 +196,7 @@ def _attention_parameters(name: str, attention: AttentionConfig, width: int) -> 
     norm_size = 2 * attention.key_size(width) if attention.qk_norm_over == "head" else query.outputs + key.outputs
     yield f"{name}.qk_norm", norm_parameters(attention.qk_norm, norm_size)
     yield f"{name}.sinks", attention.heads if attention.sinks else 0
-    if isinstance(attention.positions, Buckets) and not attention.positions.shared:
-        yield f"{name}.positions", attention.positions.count * attention.num_unpruned_heads
+    yield f"{name}.positions", attention.table_rows(shared=False) * attention.num_unpruned_heads
 
 
 def _feedforward_parameters(feedforward: FeedForwardConfig, width: int, active: bool) -> Iterator[tuple[str, int]]:
@@ -249,11 +247,8 @@ def _stack_parameters(stack: StackConfig, active: bool) -> ParameterCounts:
         components = block_parameters(block, active=active)
         components["block_norms"] = components.pop("norm")  # `norm` is that of the stack, as in the names of weights
         counts.update({name: times * count for name, count in components.items()})
-    for block in count_blocks(stack):
-        positions = block.attention.positions
-        if isinstance(positions, Buckets) and positions.shared:
-            counts["attention.positions"] += positions.count * block.attention.num_unpruned_heads
-            break
+    attentions = [block.attention for block in count_blocks(stack)]
+    counts["attention.positions"] += max(a.table_rows(shared=True) * a.num_unpruned_heads for a in attentions)
     counts["norm"] = norm_parameters(stack.norm, stack.width)
     return dict(counts)
 

@@ -179,9 +179,9 @@ def _to_bytes(saved: SavedActivations) -> int:
 
 def _norm_extra(norm: NormConfig | None, plan: ParallelPlan) -> int:
     """Return the bytes that a norm saves for an element of its input beyond two."""
-    if norm is None or norm.kind == "none":
+    if norm is None or not norm.row.saves_input:
         return 0
-    return 4 if norm.kind == "rms" and plan.shard > 1 else 2
+    return 4 if norm.row.saves_normalized and plan.shard > 1 else 2
 
 
 def _block_bytes(

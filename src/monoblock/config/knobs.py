@@ -16,10 +16,8 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 from monoblock.config.field_description import REQUIRED, allows_none, describe_fields, list_choices
 from monoblock.config.model import (
-    Alibi,
     AttentionConfig,
     BlockConfig,
-    Buckets,
     EmbeddingConfig,
     ExpertsConfig,
     FeedForwardConfig,
@@ -34,7 +32,20 @@ from monoblock.config.model import (
     Sinusoid,
     StackConfig,
 )
-from monoblock.config.parts import HEADS_WITH_CLASSES, MAX_LAYERS, Activation, Scaling
+from monoblock.config.parts import (
+    ACTIVATION_ROWS,
+    HEADS_WITH_CLASSES,
+    MAX_LAYERS,
+    NORM_ROWS,
+    POSITION_SCHEMES,
+    Activation,
+    ActivationRow,
+    AttentionPositions,
+    NormKind,
+    NormRow,
+    PositionScheme,
+    Scaling,
+)
 from monoblock.config.schema import shorten_int
 from monoblock.errors import ConfigError, did_you_mean, with_article
 
@@ -59,7 +70,7 @@ class StyleKnobs(TypedDict, total=False):
     random_blocks: int  # number of random earlier blocks that each block of positions sees beyond the window
     block_size: int  # number of positions in a random block
     qk_norm: bool  # normalize queries and keys
-    positions: Literal["none", "sinusoid", "learned", "rotary", "alibi", "buckets"]  # how positions are encoded
+    positions: PositionScheme  # how positions are encoded
     rotary_base: float  # base of the rotary wavelengths
     rotary_dim: int | None  # number of features of a head that are rotated; None: all
     scaling: Scaling | None  # scaling of rotary frequencies for longer contexts; None: not scaled
@@ -67,7 +78,7 @@ class StyleKnobs(TypedDict, total=False):
     gated: bool  # multiply the activation by a second projection (GLU, SwiGLU, GeGLU)
     experts: int  # number of experts in each feed-forward network; without this knob there are none
     top_k: int  # number of experts for each token
-    norm: Literal["layer", "rms", "batch", "none"]  # LayerNorm, RMSNorm, BatchNorm over rows and positions, or no norm
+    norm: NormKind  # LayerNorm, RMSNorm, BatchNorm over rows and positions, or no norm
     eps: float  # added to the variance or mean square in a norm
     norm_place: Literal["pre", "post", "output", "sandwich"]  # where a sublayer is normalized
     residual: Literal["sequential", "parallel", "parallel_shared", "none"]  # how sublayers are added; none: not
@@ -111,68 +122,6 @@ class Knobs(SizeKnobs, total=False):
     classes: int  # number of outputs of a classifier, tagger or regression head
 
 
-NO_PAPER = "—"
-
-# The paper that each knob comes from. If papers differ by value, each begins with the value.
-KNOB_PAPERS: dict[str, str] = {
-    "vocab": NO_PAPER,
-    "context": NO_PAPER,
-    "segments": "Devlin et al. 2019",
-    "embedding_scale": "Vaswani et al. 2017",
-    "embedding_norm": "Le Scao et al. 2022",
-    "image": "Dosovitskiy et al. 2021",
-    "patch": "Dosovitskiy et al. 2021",
-    "channels": "Dosovitskiy et al. 2021",
-    "class_token": "Dosovitskiy et al. 2021",
-    "width": "Vaswani et al. 2017",
-    "depth": "Vaswani et al. 2017",
-    "heads": "Vaswani et al. 2017",
-    "attention": "softmax: Vaswani et al. 2017; linear: Katharopoulos et al. 2020",
-    "kv_heads": "1: Shazeer 2019; more: Ainslie et al. 2023",
-    "head_dim": "Vaswani et al. 2017",
-    "value_dim": "Vaswani et al. 2017",
-    "scale": "Vaswani et al. 2017",
-    "softcap": "Gemma Team 2024",
-    "mask": "causal, full: Vaswani et al. 2017; prefix: Raffel et al. 2020",
-    "window": "Beltagy et al. 2020",
-    "global_tokens": "Beltagy et al. 2020",
-    "random_blocks": "Zaheer et al. 2020",
-    "block_size": "Zaheer et al. 2020",
-    "qk_norm": "Dehghani et al. 2023",
-    "positions": "sinusoid: Vaswani et al. 2017; learned: Gehring et al. 2017; rotary: Su et al. 2021; "
-    "alibi: Press et al. 2022; buckets: Raffel et al. 2020",
-    "rotary_base": "Su et al. 2021",
-    "rotary_dim": "Wang and Komatsuzaki 2021",
-    "scaling": "linear: Chen et al. 2023; yarn: Peng et al. 2023; longrope: Ding et al. 2024; "
-    "llama3: Grattafiori et al. 2024",
-    "hidden": "Vaswani et al. 2017",
-    "activation": "relu: Vaswani et al. 2017; gelu: Hendrycks and Gimpel 2016; silu: Ramachandran et al. 2017; "
-    "relu2: So et al. 2021",
-    "gated": "Shazeer 2020",
-    "experts": "Shazeer et al. 2017",
-    "top_k": "Shazeer et al. 2017",
-    "norm": "layer: Ba et al. 2016; rms: Zhang and Sennrich 2019; batch: Ioffe and Szegedy 2015",
-    "eps": NO_PAPER,
-    "norm_place": "post: Vaswani et al. 2017; pre: Xiong et al. 2020; output: OLMo Team 2024; "
-    "sandwich: Ding et al. 2021",
-    "residual": "sequential: He et al. 2016; parallel: Wang and Komatsuzaki 2021",
-    "bias": NO_PAPER,
-    "dropout": "Srivastava et al. 2014",
-    "attention_dropout": NO_PAPER,
-    "embedding_dropout": "Vaswani et al. 2017",
-    "word_dropout": "Gal and Ghahramani 2016",
-    "head_dropout": NO_PAPER,
-    "head": "Devlin et al. 2019",
-    "classes": NO_PAPER,
-    "pooling": "first: Devlin et al. 2019; mean: Reimers and Gurevych 2019",
-    "pooler": "Devlin et al. 2019",
-    "tie": "output: Press and Wolf 2017; three_way: Vaswani et al. 2017",
-    "init": "normal: Radford et al. 2019; xavier: Glorot and Bengio 2010; t5: Raffel et al. 2020; "
-    "small: Nguyen and Salazar 2019",
-    "std": "Radford et al. 2018",
-}
-
-
 def check_positive_int(name: str, value: Any) -> int:
     """Return `value` if it is a positive whole number, else raise a ConfigError that calls it `name`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -210,15 +159,6 @@ def resize_pattern(pattern: tuple[Repeat, ...], depth: int) -> tuple[Repeat, ...
 # arguments themselves until all knobs are set, so that a knob may set a field of self-attention alone.
 FieldValues = dict[str, Any]
 ConfigT = TypeVar("ConfigT")
-
-POSITION_SCHEMES: dict[str, tuple[Learned | Sinusoid | None, Rotary | Alibi | Buckets | None]] = {
-    "none": (None, None),
-    "sinusoid": (Sinusoid(), None),
-    "learned": (Learned(), None),
-    "rotary": (None, Rotary()),
-    "alibi": (None, Alibi()),
-    "buckets": (None, Buckets()),
-}
 
 
 def rebuild(config: ConfigT, edit: Callable[[Any, FieldValues], None]) -> ConfigT:
@@ -272,7 +212,9 @@ def _set_depth(stack: StackConfig, values: FieldValues, depth: int) -> None:
 
 def _set_norm_kind(part: NormConfig, values: FieldValues, kind: str) -> None:
     if kind != part.kind:
-        values["kind"], values["affine"] = kind, {"rms": "scale", "none": "none"}.get(kind, "scale_shift")
+        values["kind"] = kind
+        if kind in NORM_ROWS:  # else NormConfig names the kinds
+            values["affine"] = NORM_ROWS[kind].affine[0]
 
 
 def _set_final_norm(stack: StackConfig, values: FieldValues, norm_place: str) -> None:
@@ -280,7 +222,7 @@ def _set_final_norm(stack: StackConfig, values: FieldValues, norm_place: str) ->
     values["norm"] = None if norm_place == "post" else values["norm"] or values["pattern"][0].blocks[0].norm
 
 
-def _look_up_positions(positions: str) -> tuple[Learned | Sinusoid | None, Rotary | Alibi | Buckets | None]:
+def _look_up_positions(positions: str) -> tuple[Learned | Sinusoid | None, AttentionPositions | None]:
     if not isinstance(positions, str) or positions not in POSITION_SCHEMES:
         raise ConfigError(
             f"positions={positions!r} is not one of {', '.join(POSITION_SCHEMES)}"
@@ -379,61 +321,104 @@ def _set_head(part: ModelConfig, values: FieldValues, head: str) -> None:
 
 
 KnobSetter = tuple[tuple[type, ...], Callable[[Any, FieldValues, Any], None]]
+NO_PAPER = "—"
 
-# The name of each knob, with the classes that have the field and the function that sets it there.
-KNOBS: dict[str, tuple[KnobSetter, ...]] = {
-    "vocab": (((EmbeddingConfig,), SetField("vocab")),),
-    "context": (((EmbeddingConfig,), SetField("context")),),
-    "segments": (((EmbeddingConfig,), SetField("segments")),),
-    "embedding_scale": (((EmbeddingConfig,), SetField("scale")),),
-    "embedding_norm": (((ModelConfig,), _set_embedding_norm),),
-    "image": (((PatchConfig,), SetField("image")),),
-    "patch": (((PatchConfig,), SetField("patch")),),
-    "channels": (((PatchConfig,), SetField("channels")),),
-    "class_token": (((PatchConfig,), SetField("class_token")),),
-    "width": (((BlockConfig,), SetField("width")),),
-    "depth": (((StackConfig,), _set_depth),),
-    "attention": (((BlockConfig,), SetSelfAttention("kind")),),
-    "heads": (((AttentionConfig,), SetField("heads")),),
-    "kv_heads": (((AttentionConfig,), SetField("kv_heads")),),
-    "head_dim": (((AttentionConfig,), SetField("head_dim")),),
-    "value_dim": (((AttentionConfig,), SetField("value_dim")),),
-    "scale": (((AttentionConfig,), SetField("scale")),),
-    "softcap": (((AttentionConfig,), SetField("softcap")),),
-    "mask": (((BlockConfig,), SetSelfAttention("mask")),),
-    "window": (((BlockConfig,), SetSelfAttention("window")),),
-    "global_tokens": (((BlockConfig,), SetSelfAttention("global_tokens")),),
-    "random_blocks": (((BlockConfig,), SetSelfAttention("random_blocks")),),
-    "block_size": (((BlockConfig,), SetSelfAttention("block_size")),),
-    "qk_norm": (((BlockConfig,), _set_qk_norm),),
-    "positions": (((EmbeddingConfig, PatchConfig), _set_input_positions), ((BlockConfig,), _set_attention_positions)),
-    "rotary_base": (((Rotary,), SetField("base")),),
-    "rotary_dim": (((Rotary,), SetField("dim")),),
-    "scaling": (((Rotary,), SetField("scaling")),),
-    "hidden": (((FeedForwardConfig,), SetField("hidden")),),
-    "activation": (((FeedForwardConfig,), SetField("activation")),),
-    "gated": (((FeedForwardConfig,), SetField("gated")),),
-    "experts": (((FeedForwardConfig,), _set_experts),),
-    "top_k": (((ExpertsConfig,), SetField("top_k")),),
-    "norm": (((NormConfig,), _set_norm_kind),),
-    "eps": (((NormConfig,), SetField("eps")),),
-    "norm_place": (((BlockConfig,), SetField("norm_place")), ((StackConfig,), _set_final_norm)),
-    "residual": (((BlockConfig,), SetField("residual")),),
-    "bias": (((AttentionConfig, FeedForwardConfig), _set_bias),),
-    "dropout": (
-        ((AttentionConfig, FeedForwardConfig, BlockConfig, EmbeddingConfig, PatchConfig), SetField("dropout")),
+
+class Knob(NamedTuple):
+    """What a knob sets: classes that have the field, each with the function that sets it there; and its paper."""
+
+    setters: tuple[KnobSetter, ...]
+    paper: str = NO_PAPER  # if papers differ by value, each begins with the value
+
+
+def set_field(name: str, *classes: type, paper: str = NO_PAPER) -> Knob:
+    """Return a knob that sets the field `name` of every part of these classes."""
+    return Knob(((classes, SetField(name)),), paper)
+
+
+def set_self_attention(name: str, paper: str) -> Knob:
+    """Return a knob that sets the field `name` of self-attention and leaves cross-attention unchanged."""
+    return Knob((((BlockConfig,), SetSelfAttention(name)),), paper)
+
+
+def _papers(rows: Mapping[Any, ActivationRow] | Mapping[Any, NormRow]) -> str:
+    return "; ".join(f"{kind}: {row.paper}" for kind, row in rows.items() if row.paper)
+
+
+KNOBS: dict[str, Knob] = {
+    "vocab": set_field("vocab", EmbeddingConfig),
+    "context": set_field("context", EmbeddingConfig),
+    "segments": set_field("segments", EmbeddingConfig, paper="Devlin et al. 2019"),
+    "embedding_scale": set_field("scale", EmbeddingConfig, paper="Vaswani et al. 2017"),
+    "embedding_norm": Knob((((ModelConfig,), _set_embedding_norm),), "Le Scao et al. 2022"),
+    "image": set_field("image", PatchConfig, paper="Dosovitskiy et al. 2021"),
+    "patch": set_field("patch", PatchConfig, paper="Dosovitskiy et al. 2021"),
+    "channels": set_field("channels", PatchConfig, paper="Dosovitskiy et al. 2021"),
+    "class_token": set_field("class_token", PatchConfig, paper="Dosovitskiy et al. 2021"),
+    "width": set_field("width", BlockConfig, paper="Vaswani et al. 2017"),
+    "depth": Knob((((StackConfig,), _set_depth),), "Vaswani et al. 2017"),
+    "attention": set_self_attention("kind", "softmax: Vaswani et al. 2017; linear: Katharopoulos et al. 2020"),
+    "heads": set_field("heads", AttentionConfig, paper="Vaswani et al. 2017"),
+    "kv_heads": set_field("kv_heads", AttentionConfig, paper="1: Shazeer 2019; more: Ainslie et al. 2023"),
+    "head_dim": set_field("head_dim", AttentionConfig, paper="Vaswani et al. 2017"),
+    "value_dim": set_field("value_dim", AttentionConfig, paper="Vaswani et al. 2017"),
+    "scale": set_field("scale", AttentionConfig, paper="Vaswani et al. 2017"),
+    "softcap": set_field("softcap", AttentionConfig, paper="Gemma Team 2024"),
+    "mask": set_self_attention("mask", "causal, full: Vaswani et al. 2017; prefix: Raffel et al. 2020"),
+    "window": set_self_attention("window", "Beltagy et al. 2020"),
+    "global_tokens": set_self_attention("global_tokens", "Beltagy et al. 2020"),
+    "random_blocks": set_self_attention("random_blocks", "Zaheer et al. 2020"),
+    "block_size": set_self_attention("block_size", "Zaheer et al. 2020"),
+    "qk_norm": Knob((((BlockConfig,), _set_qk_norm),), "Dehghani et al. 2023"),
+    "positions": Knob(
+        (((EmbeddingConfig, PatchConfig), _set_input_positions), ((BlockConfig,), _set_attention_positions)),
+        "sinusoid: Vaswani et al. 2017; learned: Gehring et al. 2017; rotary: Su et al. 2021; "
+        "alibi: Press et al. 2022; buckets: Raffel et al. 2020",
     ),
-    "attention_dropout": (((AttentionConfig,), SetField("dropout")),),
-    "embedding_dropout": (((EmbeddingConfig, PatchConfig), SetField("dropout")),),
-    "word_dropout": (((EmbeddingConfig,), SetField("word_dropout")),),
-    "head_dropout": (((HeadConfig,), SetField("dropout")),),
-    "head": (((ModelConfig,), _set_head),),
-    "classes": (((HeadConfig,), SetField("classes")),),
-    "pooling": (((HeadConfig,), SetField("pooling")),),
-    "pooler": (((HeadConfig,), SetField("pooler")),),
-    "tie": (((ModelConfig,), SetField("tie")),),
-    "init": (((InitConfig,), SetField("kind")),),
-    "std": (((InitConfig,), SetField("std")),),
+    "rotary_base": set_field("base", Rotary, paper="Su et al. 2021"),
+    "rotary_dim": set_field("dim", Rotary, paper="Wang and Komatsuzaki 2021"),
+    "scaling": set_field(
+        "scaling",
+        Rotary,
+        paper="linear: Chen et al. 2023; yarn: Peng et al. 2023; longrope: Ding et al. 2024; "
+        "llama3: Grattafiori et al. 2024",
+    ),
+    "hidden": set_field("hidden", FeedForwardConfig, paper="Vaswani et al. 2017"),
+    "activation": set_field("activation", FeedForwardConfig, paper=_papers(ACTIVATION_ROWS)),
+    "gated": set_field("gated", FeedForwardConfig, paper="Shazeer 2020"),
+    "experts": Knob((((FeedForwardConfig,), _set_experts),), "Shazeer et al. 2017"),
+    "top_k": set_field("top_k", ExpertsConfig, paper="Shazeer et al. 2017"),
+    "norm": Knob((((NormConfig,), _set_norm_kind),), _papers(NORM_ROWS)),
+    "eps": set_field("eps", NormConfig),
+    "norm_place": Knob(
+        (((BlockConfig,), SetField("norm_place")), ((StackConfig,), _set_final_norm)),
+        "post: Vaswani et al. 2017; pre: Xiong et al. 2020; output: OLMo Team 2024; sandwich: Ding et al. 2021",
+    ),
+    "residual": set_field(
+        "residual", BlockConfig, paper="sequential: He et al. 2016; parallel: Wang and Komatsuzaki 2021"
+    ),
+    "bias": Knob((((AttentionConfig, FeedForwardConfig), _set_bias),)),
+    "dropout": set_field(
+        "dropout",
+        *(AttentionConfig, FeedForwardConfig, BlockConfig, EmbeddingConfig, PatchConfig),
+        paper="Srivastava et al. 2014",
+    ),
+    "attention_dropout": set_field("dropout", AttentionConfig),
+    "embedding_dropout": set_field("dropout", EmbeddingConfig, PatchConfig, paper="Vaswani et al. 2017"),
+    "word_dropout": set_field("word_dropout", EmbeddingConfig, paper="Gal and Ghahramani 2016"),
+    "head_dropout": set_field("dropout", HeadConfig),
+    "head": Knob((((ModelConfig,), _set_head),), "Devlin et al. 2019"),
+    "classes": set_field("classes", HeadConfig),
+    "pooling": set_field("pooling", HeadConfig, paper="first: Devlin et al. 2019; mean: Reimers and Gurevych 2019"),
+    "pooler": set_field("pooler", HeadConfig, paper="Devlin et al. 2019"),
+    "tie": set_field("tie", ModelConfig, paper="output: Press and Wolf 2017; three_way: Vaswani et al. 2017"),
+    "init": set_field(
+        "kind",
+        InitConfig,
+        paper="normal: Radford et al. 2019; xavier: Glorot and Bengio 2010; t5: Raffel et al. 2020; "
+        "small: Nguyen and Salazar 2019",
+    ),
+    "std": set_field("std", InitConfig, paper="Radford et al. 2018"),
 }
 
 
@@ -492,7 +477,7 @@ def _apply_knobs(config: ModelConfig, knobs: Mapping[str, Any]) -> ModelConfig:
 
     def set_knobs(part: Any, values: FieldValues) -> None:
         for name, value in knobs.items():
-            for classes, set_value in KNOBS[name]:
+            for classes, set_value in KNOBS[name].setters:
                 if isinstance(part, classes):
                     set_value(part, values, value)
                     applied.add(name)
@@ -540,7 +525,7 @@ def list_knobs() -> list[KnobDescription]:
     options = {option.name: option for option in describe_fields(Knobs)}
     return [
         KnobDescription(
-            name, options[name].hint, _default_value(name, options[name].hint), options[name].meaning, KNOB_PAPERS[name]
+            name, options[name].hint, _default_value(name, options[name].hint), options[name].meaning, KNOBS[name].paper
         )
         for name in KNOBS
     ]
@@ -548,7 +533,7 @@ def list_knobs() -> list[KnobDescription]:
 
 def _default_value(name: str, hint: Any) -> Any:
     """Return the value of a knob in a configuration that says nothing about it."""
-    classes, setter = KNOBS[name][0]
+    classes, setter = KNOBS[name].setters[0]
     match setter:
         case SetField(field):
             default = _field_default(classes[0], field)
@@ -567,7 +552,7 @@ def read_knob(config: ModelConfig, name: str) -> list[Any]:
     """Return the different values that a knob has in the parts of a configuration; [] if no part has it."""
     if name in READERS:
         return READERS[name](config)
-    classes, setter = KNOBS[name][0]
+    classes, setter = KNOBS[name].setters[0]
     values: list[Any] = []
     for part in _parts(config):
         if isinstance(part, classes):

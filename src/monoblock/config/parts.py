@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from monoblock.config.schema import (
     check_at_least,
@@ -83,6 +83,8 @@ class Rotary:
     layout: Literal["half", "interleaved"] = "half"  # pairs (i, i + K/2) or (2i, 2i + 1)
     scaling: Scaling | None = None  # scaling for longer contexts; None: not scaled
 
+    adds_bias, table_rows, shared = False, 0, False  # as in Buckets
+
     def __post_init__(self) -> None:
         check_types(self)
         if self.base <= 1:
@@ -102,6 +104,8 @@ class Alibi:
     form: Literal["distance", "falcon"] = "distance"  # falcon: slope * key position in bf16, scaled like the scores
     max_bias: float = 8.0  # the smallest slope is 2 to the power of minus this
 
+    adds_bias, table_rows, shared = True, 0, False  # as in Buckets
+
     def __post_init__(self) -> None:
         check_types(self)
 
@@ -115,6 +119,8 @@ class Buckets:
     max_distance: int = 128  # all larger distances share a bucket
     shared: bool = True  # whether all blocks of a stack use one table
 
+    adds_bias = True  # whether it adds a bias to the scores
+
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 4, "count")
@@ -125,6 +131,11 @@ class Buckets:
             raise ConfigError(
                 f"max_distance={self.max_distance} must exceed half of count={self.count}; write {half + 1} or more"
             )
+
+    @property
+    def table_rows(self) -> int:
+        """The number of learned biases of each head."""
+        return self.count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +167,19 @@ class Learned:
         check_at_most(self, MAX_POSITION_WEIGHTS, "offset")
 
 
-Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity"]
+PositionScheme = Literal["none", "sinusoid", "learned", "rotary", "alibi", "buckets"]
+AttentionPositions = Rotary | Alibi | Buckets
+# What is added to the embedding, and what acts inside attention.
+POSITION_SCHEMES: dict[PositionScheme, tuple[Learned | Sinusoid | None, AttentionPositions | None]] = {
+    "none": (None, None),
+    "sinusoid": (Sinusoid(), None),
+    "learned": (Learned(), None),
+    "rotary": (None, Rotary()),
+    "alibi": (None, Alibi()),
+    "buckets": (None, Buckets()),
+}
+
+
 CheckpointMode = bool | Literal["selective"]  # activation checkpointing; nn/activation_checkpointing.py explains it
 
 # Sets of head kinds (HeadConfig.kind).
@@ -165,12 +188,62 @@ HEADS_WITH_CLASSES = ("classifier", "tagger", "regression")  # `classes` outputs
 SEQUENCE_HEADS = ("classifier", "regression", "pooled")  # one output for a sequence, after pooling
 
 
+# -- kinds of norms and activations: a row each, which configuration, knobs and accounting read -----------------------
+
+Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity"]
+NormKind = Literal["layer", "rms", "batch", "none"]
+
+
+class ActivationRow(NamedTuple):
+    """What a nonlinearity saves for the backward pass; nn/feedforward.py computes it."""
+
+    tensors: int  # that only it saves
+    saves_output: bool = False  # as the next layer does too
+    paper: str = ""
+
+
+class NormRow(NamedTuple):
+    """What a norm has and what it saves for the backward pass; nn/norm.py computes it."""
+
+    affine: tuple[str, ...]  # the learned vectors that it can have, the usual ones first
+    row_statistics: int = 0  # fp32 numbers saved for each vector
+    feature_statistics: int = 0  # fp32 numbers saved for each feature
+    has_running_statistics: bool = False  # averages over batches, stored with the weights
+    saves_input: bool = True
+    saves_normalized: bool = False  # also the normalized input, if this has 16 bits
+    paper: str = ""
+
+
+ACTIVATION_ROWS: dict[Activation, ActivationRow] = {
+    "relu": ActivationRow(0, saves_output=True, paper="Vaswani et al. 2017"),
+    "relu2": ActivationRow(1, paper="So et al. 2021"),
+    "gelu": ActivationRow(1, paper="Hendrycks and Gimpel 2016"),
+    "gelu_tanh": ActivationRow(1),
+    "quick_gelu": ActivationRow(2),
+    "silu": ActivationRow(1, paper="Ramachandran et al. 2017"),
+    "sigmoid": ActivationRow(0, saves_output=True),
+    "tanh": ActivationRow(0, saves_output=True),
+    "identity": ActivationRow(0),
+}
+NORM_ROWS: dict[NormKind, NormRow] = {
+    "layer": NormRow(("scale_shift", "scale", "none"), row_statistics=2, paper="Ba et al. 2016"),
+    "rms": NormRow(("scale", "none"), row_statistics=1, saves_normalized=True, paper="Zhang and Sennrich 2019"),
+    "batch": NormRow(
+        ("scale_shift", "scale", "none"),
+        feature_statistics=2,
+        has_running_statistics=True,
+        paper="Ioffe and Szegedy 2015",
+    ),
+    "none": NormRow(("none",), saves_input=False),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class NormConfig:
     """Layer norm (Ba et al. 2016), RMS norm (Zhang and Sennrich 2019), batch norm (Ioffe and Szegedy 2015) or none."""
 
     # layer norm, RMS norm, batch norm with statistics over all rows and positions, or no normalization
-    kind: Literal["layer", "rms", "batch", "none"] = "layer"
+    kind: NormKind = "layer"
     eps: float = 1e-5  # added to the variance or to the mean square
     # which learned vectors are applied after normalization
     affine: Literal["scale_shift", "scale", "none"] = "scale_shift"
@@ -180,10 +253,14 @@ class NormConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 0, "eps")
-        if self.kind == "rms" and self.affine == "scale_shift":
-            raise ConfigError("an RMS norm has no shift; write affine='scale' (or 'none')")
-        if self.kind == "none" and self.affine != "none":
-            raise ConfigError("kind='none' has nothing to scale or shift; write affine='none'")
+        if self.affine not in self.row.affine:
+            choices = " or ".join(map(repr, self.row.affine))
+            raise ConfigError(f"a norm of kind {self.kind!r} has no affine={self.affine!r}; write affine={choices}")
+
+    @property
+    def row(self) -> NormRow:
+        """What this kind of norm is."""
+        return NORM_ROWS[self.kind]
 
 
 # -- attention and feed-forward -----------------------------------------------------------------------------------
@@ -208,7 +285,7 @@ class AttentionConfig:
     random_blocks: int = 0  # number of random blocks beyond the window (BigBird)
     block_size: int = 64  # number of positions in a random block
     random_seed: int = 0  # seed for the choice of random blocks
-    positions: Rotary | Alibi | Buckets | None = None  # position scheme inside attention
+    positions: AttentionPositions | None = None  # position scheme inside attention
     qk_norm: NormConfig | None = None  # norm of queries and keys
     # "head": all heads share the weights of the norm; "each_head": each has its own; "width": one norm over all heads
     qk_norm_over: Literal["head", "each_head", "width"] = "head"
@@ -256,7 +333,7 @@ class AttentionConfig:
         """Raise ConfigError if linear attention is combined with an option of the scores, which it does not compute."""
         if self.mask == "prefix":
             raise ConfigError("linear attention has no prefix mask; write mask='causal', or kind='softmax'")
-        if isinstance(self.positions, Alibi | Buckets):
+        if self.positions is not None and self.positions.adds_bias:
             raise ConfigError(
                 f"positions {self.positions.kind!r} add a bias to scores, which linear attention does not compute; "
                 "write rotary positions, positions of the input, or kind='softmax'"
@@ -288,6 +365,16 @@ class AttentionConfig:
     def cached_window(self) -> int | None:
         """The number of last tokens whose keys a cache keeps; None: those of all tokens, which may be seen again."""
         return None if self.sees_beyond_window else self.window
+
+    @property
+    def has_score_bias(self) -> bool:
+        """Whether positions add a bias to the scores."""
+        return self.positions is not None and self.positions.adds_bias
+
+    def table_rows(self, *, shared: bool) -> int:
+        """Return the number of learned position biases of each head, in the table of the stack or in one of its own."""
+        positions = self.positions
+        return positions.table_rows if positions is not None and positions.shared is shared else 0
 
     def key_size(self, width: int) -> int:
         """Return K, the size of a query or key head."""
@@ -522,19 +609,13 @@ class StackConfig:
             raise ConfigError(f"a stack of {shorten_int(self.depth)} blocks is too deep; write {MAX_LAYERS} or less")
         if len({block.width for block in self.layers()}) != 1:
             raise ConfigError("a stack needs at least one block, and all its blocks need the same width")
-        tables = {
-            (a.positions, a.num_unpruned_heads)
-            for a in self._self_attentions()
-            if getattr(a.positions, "shared", False)
-        }
+        attentions = [block.attention for block in self.layers()]
+        tables = {(a.positions, a.num_unpruned_heads) for a in attentions if a.table_rows(shared=True)}
         if len(tables) > 1:
             raise ConfigError(
                 "the blocks of a stack share one table of position buckets, so they need equal Buckets and numbers of "
                 "heads; write Buckets(shared=False) to give each block its own"
             )
-
-    def _self_attentions(self) -> Iterator[AttentionConfig]:
-        return (block.attention for block in self.layers())
 
     def layers(self) -> Iterator[BlockConfig]:
         """Iterate over the blocks in the order they run."""

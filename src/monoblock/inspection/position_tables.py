@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from monoblock.config.model import Alibi, Buckets, Learned, Rotary, Sinusoid
+from monoblock.config.model import Learned, Rotary, Sinusoid
 from monoblock.nn.embedding import Embedding, PatchEmbedding
-from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_frequencies, sinusoid
+from monoblock.nn.positions import rotary_frequencies, score_bias, sinusoid
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 
@@ -73,17 +74,14 @@ def _attention_table(model: Transformer, stack: str, layer: int, length: int) ->
     query, keys = torch.tensor([[length - 1]]), torch.arange(2 * length - 1)[None]
     offsets = keys[0] - (length - 1)
     is_causal = attention.mask != "full"
-    if isinstance(config, Alibi):
-        bias = alibi_bias(config, attention.num_unpruned_heads, size, query, keys)[0, :, 0]
-        title = f"ALiBi bias of the {stack}"
-    elif isinstance(config, Buckets):
-        table = module.position_bias if config.shared else block.attention.position_bias
-        assert table is not None
-        weight = table.weight.float().cpu()
-        bias = bucket_bias(config, weight.__getitem__, query, keys, bidirectional=not is_causal)[0, :, 0]
-        title = f"learned bias by distance of the {stack}" + ("" if config.shared else f", layer {layer}")
-    else:
+    if config is None or not attention.has_score_bias:
         return None
+    is_shared = attention.table_rows(shared=True) > 0
+    embedding = module.position_bias if is_shared else block.attention.position_bias
+    table = None if embedding is None else embedding.weight.float().cpu().__getitem__
+    kind = config.kind if table is None else "learned"
+    title = f"{kind} bias by distance of the {stack}" + ("" if table is None or is_shared else f", layer {layer}")
+    bias = score_bias(replace(attention, kept_heads=()), size, query, keys, table)[0, :, 0]
     if is_causal:
         bias, offsets = bias[:, :length], offsets[:length]
     return PositionTable(config.kind, title, bias=bias.float(), offsets=offsets)

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from monoblock.config.model import AttentionConfig, Buckets
+from monoblock.config.model import AttentionConfig
 from monoblock.kernels.cpu.autograd import attend_causal, supports_causal_attention
 from monoblock.nn.cache import BeamSlots, CacheWrite, CrossAttentionCache, KeyValues, LayerCache
 from monoblock.nn.linear import Linear, autocast_dtype
 from monoblock.nn.masks import ResolvedMask
 from monoblock.nn.norm import HALF_DTYPES, Norm
 from monoblock.nn.packed_documents import DocumentRows, PackedDocuments, attend_varlen, supports_varlen
-from monoblock.nn.positions import RotaryAngles, apply_rotary, bucket_bias
+from monoblock.nn.positions import RotaryAngles, apply_rotary, score_bias
 from monoblock.nn.sparse_attention import (
     BANDED_MIN_QUERIES,
     FLEX_MIN_QUERIES,
@@ -80,11 +80,6 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
 
-def select_kept_heads(bias: Tensor, config: AttentionConfig) -> Tensor:
-    """Select the heads that head pruning has kept from a bias (B, unpruned heads, T, S); the result is (B, H, T, S)."""
-    return bias[:, list(config.kept_heads)] if config.kept_heads else bias
-
-
 class Attention(nn.Module):
     """Multi-head attention (Vaswani et al. 2017, 3.2.2).
 
@@ -102,8 +97,8 @@ class Attention(nn.Module):
         self.query_norm, self.key_norm = self._qk_norm(H, K), self._qk_norm(G, K)
         self.sinks = nn.Parameter(torch.zeros(H)) if config.sinks else None
         self.position_bias: nn.Embedding | None = None
-        if isinstance(config.positions, Buckets) and not config.positions.shared:
-            self.position_bias = nn.Embedding(config.positions.count, config.num_unpruned_heads)
+        if rows := config.table_rows(shared=False):
+            self.position_bias = nn.Embedding(rows, config.num_unpruned_heads)
 
     def _qk_norm(self, heads: int, size: int) -> Norm | None:
         if self.config.qk_norm is None:
@@ -165,10 +160,8 @@ class Attention(nn.Module):
         """Attend with the scale, soft cap, sinks, dropout and position bias of this block."""
         config, bias, positions = self.config, context.bias, context.resolved_mask
         if self.position_bias is not None:
-            assert isinstance(config.positions, Buckets)
-            q_positions, k_positions, is_full = positions.q.positions, positions.k.positions, config.mask == "full"
-            bias = bucket_bias(config.positions, self.position_bias, q_positions, k_positions, bidirectional=is_full)
-            bias = select_kept_heads(bias, config)
+            size = config.key_size(self.width)
+            bias = score_bias(config, size, positions.q.positions, positions.k.positions, self.position_bias)
         dropout = config.dropout if self.training else 0.0
         options = ScoreOptions(bias, config.scale, config.softcap, self.sinks, dropout)
         return attend_fast(q, k, v, context, options, tap)

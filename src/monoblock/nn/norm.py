@@ -53,9 +53,8 @@ class Norm(nn.Module):
     def __init__(self, shape: int | tuple[int, ...], config: NormConfig) -> None:
         super().__init__()
         self.config = config
-        is_batch = config.kind == "batch"
-        self.register_buffer("running_mean", torch.empty(shape) if is_batch else None)
-        self.register_buffer("running_var", torch.empty(shape) if is_batch else None)
+        for name in ("running_mean", "running_var"):
+            self.register_buffer(name, torch.empty(shape) if config.row.has_running_statistics else None)
         self.weight = nn.Parameter(torch.empty(shape)) if config.affine != "none" else None
         self.bias = nn.Parameter(torch.empty(shape)) if config.affine == "scale_shift" else None
         self.reset_parameters()
@@ -81,10 +80,16 @@ class Norm(nn.Module):
             return self._batch_norm(x, weight)
         if weight is not None and weight.dim() > 1:
             return self._norm_per_head(x, weight)
-        if config.kind == "layer":
-            weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, self.bias))
-            return layer_norm(x, weight, bias, config.eps)
-        return rms_norm(x, weight, config.eps, cast_after_scale=config.cast == "after_scale")
+        return self._normalize(x, weight, self.bias)
+
+    def _normalize(self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        match self.config.kind:
+            case "layer":
+                weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+                return layer_norm(x, weight, bias, self.config.eps)
+            case "rms":
+                return rms_norm(x, weight, self.config.eps, cast_after_scale=self.config.cast == "after_scale")
+        raise NotImplementedError(f"norm {self.config.kind!r}")
 
     def _batch_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Normalize each feature with the statistics of this batch or, in evaluation, with the running statistics."""
@@ -101,8 +106,7 @@ class Norm(nn.Module):
 
     def _norm_per_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalize each head of x (B, T, H, K) and scale it by its row of weight (H, K)."""
-        normed = layer_norm(x, eps=self.config.eps) if self.config.kind == "layer" else rms_norm(x, eps=self.config.eps)
-        normed = normed * weight.to(x.dtype)
+        normed = self._normalize(x) * weight.to(x.dtype)
         return normed if self.bias is None else normed + self.bias
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from monoblock.config.model import Alibi, Buckets, Rotary, Scaling, Sinusoid
+from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary, Scaling, Sinusoid
 
 
 def sinusoid(positions: Tensor, width: int, config: Sinusoid = Sinusoid()) -> Tensor:
@@ -290,3 +290,25 @@ def bucket_bias(
     relative_position = k_positions[:, None, :] - q_positions[:, :, None]
     buckets = relative_position_bucket(config, relative_position, bidirectional=bidirectional)
     return embedding(buckets).permute(0, 3, 1, 2)
+
+
+def score_bias(
+    config: AttentionConfig,
+    head_size: int,
+    q_positions: Tensor,
+    k_positions: Tensor,
+    table: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return the bias (B, H, T, S) that positions add to the scores; `table` looks up learned biases."""
+    positions, heads = config.positions, config.num_unpruned_heads
+    if isinstance(positions, Alibi):
+        return select_kept_heads(alibi_bias(positions, heads, head_size, q_positions, k_positions), config)
+    if isinstance(positions, Buckets) and table is not None:
+        is_full = config.mask == "full"
+        return select_kept_heads(bucket_bias(positions, table, q_positions, k_positions, bidirectional=is_full), config)
+    raise NotImplementedError(f"score bias of {positions}")
+
+
+def select_kept_heads(bias: Tensor, config: AttentionConfig) -> Tensor:
+    """Select the heads that head pruning has kept from a bias (B, unpruned heads, T, S); the result is (B, H, T, S)."""
+    return bias[:, list(config.kept_heads)] if config.kept_heads else bias

@@ -11,18 +11,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary, StackConfig
+from monoblock.config.model import AttentionConfig, Rotary, StackConfig
 from monoblock.config.parts import CheckpointMode
 from monoblock.kernels.fp8_linear import is_fp8_training, sizes_fit
 from monoblock.nn.activation_checkpointing import run_checkpointed
-from monoblock.nn.attention import Attention, AttentionContext, prepare, select_kept_heads
+from monoblock.nn.attention import Attention, AttentionContext, prepare
 from monoblock.nn.block import Block
 from monoblock.nn.cache import Cache, CacheWrite
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.linear import Linear
 from monoblock.nn.masks import Mask, TokenPositions, everything, mask_from_config, same_document
 from monoblock.nn.norm import Norm
-from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
+from monoblock.nn.positions import rotary_angles, score_bias
 from monoblock.nn.tap import Tap, apply_tap, tap_argument
 
 
@@ -42,13 +42,9 @@ class Stack(nn.Module):
         self.attention_configs = list(dict.fromkeys(block.attention for block in config.layers()))
         self.attention_config_index = [self.attention_configs.index(block.attention) for block in config.layers()]
         self._build_masks()
-        self.position_bias = self._shared_position_bias()
-
-    def _shared_position_bias(self) -> nn.Embedding | None:
-        for attention in self.attention_configs:
-            if isinstance(attention.positions, Buckets) and attention.positions.shared:
-                return nn.Embedding(attention.positions.count, attention.num_unpruned_heads)
-        return None
+        self.position_bias: nn.Embedding | None = None
+        if tables := [config for config in self.attention_configs if config.table_rows(shared=True)]:
+            self.position_bias = nn.Embedding(tables[0].table_rows(shared=True), tables[0].num_unpruned_heads)
 
     @property
     def blocks(self) -> list[Block]:
@@ -194,14 +190,8 @@ class Stack(nn.Module):
         context.packed = None if packed is None else (packed, packed)
         if cache_write is not None:
             context.beams = cache_write.beams
-        if isinstance(positions, Alibi):
-            bias = alibi_bias(positions, config.num_unpruned_heads, size, q.positions, k.positions)
-            context.bias = select_kept_heads(bias, config)
-        elif isinstance(positions, Buckets) and positions.shared:
-            assert self.position_bias is not None
-            is_full, embedding = config.mask == "full", self.position_bias
-            bias = bucket_bias(positions, embedding, q.positions, k.positions, bidirectional=is_full)
-            context.bias = select_kept_heads(bias, config)
+        if config.has_score_bias and not config.table_rows(shared=False):
+            context.bias = score_bias(config, size, q.positions, k.positions, self.position_bias)
         # `attend` and the kernels over a cache may not need what `prepare` computes.
         is_lazy = config.softcap is not None or config.sinks or config.kind == "linear" or cache_write is not None
         return context if is_lazy else prepare(context, x)

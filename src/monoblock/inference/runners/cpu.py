@@ -47,10 +47,10 @@ from monoblock.inference.supported_models import (
     unsupported_field,
 )
 from monoblock.kernels.gpu_attention import PAGE_SIZE
-from monoblock.nn.attention import Attention, select_kept_heads
+from monoblock.nn.attention import Attention
 from monoblock.nn.block import Block
 from monoblock.nn.norm import Norm
-from monoblock.nn.positions import alibi_bias, relative_position_bucket, rotary_angles
+from monoblock.nn.positions import alibi_bias, relative_position_bucket, rotary_angles, select_kept_heads
 from monoblock.nn.stack import Stack
 from monoblock.quantization.modules import QuantizedLinear, QuantizedMatrix
 
