@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 from translate_real import to_transformers
 
 import monoblock as mb
-from monoblock.cli.bench_translation import TokenRows, pad_rows, random_sources
+from monoblock.bench.translation import TokenRows, pad_rows, random_sources
 from monoblock.inference import prepared_model
 from monoblock.inference.engine import Engine
 from monoblock.inference.pages import default_max_rows

@@ -26,8 +26,8 @@ import torch
 from _report import commit, write_section
 
 import monoblock as mb
+from monoblock.bench.generation import DEFAULT_RUNNERS, measure_runners
 from monoblock.cli.bench import print_report
-from monoblock.cli.bench_generation import DEFAULT_RUNNERS, measure_runners
 from monoblock.inference.engine import Engine
 from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import Settings

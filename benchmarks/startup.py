@@ -17,7 +17,7 @@ import torch
 from _report import commit, write_section
 
 import monoblock as mb
-from monoblock.cli.bench_startup import PROGRAMS, time_startup
+from monoblock.bench.startup import PROGRAMS, time_startup
 from monoblock.interop.gguf.writer import save_gguf
 from monoblock.kernels.cpu.processor import processor_name
 

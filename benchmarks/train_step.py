@@ -22,7 +22,7 @@ from _report import commit, write_section
 from torch.profiler import ProfilerActivity, profile
 
 import monoblock as mb
-from monoblock.cli.bench_training import (
+from monoblock.bench.training import (
     OURS,
     PLAIN,
     PlainGpt,

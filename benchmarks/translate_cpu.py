@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from _report import commit, write_section
 
-from monoblock.cli.bench_translation import (
+from monoblock.bench.translation import (
     BEAMS,
     NEW,
     TRANSLATORS,

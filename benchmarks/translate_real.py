@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import monoblock as mb
-from monoblock.cli.bench_translation import (
+from monoblock.bench.translation import (
     BATCH,
     BEAMS,
     PAUSE_SECONDS,

@@ -27,7 +27,7 @@ FLOORS = [
     "tasks",
     "doctor",
     "runs",
-    "experiments classic",
+    "experiments classic bench",
     "cli",
     "__main__ __init__",
 ]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.cli import bench, bench_generation, bench_startup, bench_suite, bench_training, bench_translation
-from monoblock.cli.bench_generation import RUNNERS, BenchSetup, RunnerUnavailable, export_for_peers
+from monoblock.bench import generation, startup, suite, training, translation
+from monoblock.bench.generation import RUNNERS, BenchSetup, RunnerUnavailable, export_for_peers
+from monoblock.cli import bench
 from monoblock.cli.main import run
 
 ON_CPU = ["--device", "cpu", "--dtype", "fp32"]
@@ -59,7 +60,7 @@ def test_other_libraries_generate_the_same_tokens(model, tmp_path):
 
 
 def test_a_library_that_is_not_installed_is_reported(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_generation, "find_spec", lambda name: None)
+    monkeypatch.setattr(generation, "find_spec", lambda name: None)
     for name in RUNNERS:
         if not name.startswith("monoblock"):
             with pytest.raises(RunnerUnavailable, match="not installed"):
@@ -82,7 +83,7 @@ def test_json_has_a_row_for_each_runner(folder, capsys):
 
 
 def test_the_table_names_libraries_that_are_not_installed(folder, capsys, monkeypatch):
-    monkeypatch.setattr(bench_generation, "find_spec", lambda name: None)
+    monkeypatch.setattr(generation, "find_spec", lambda name: None)
     assert run(["bench", folder, *SMALL]) == 0
     out, err = capsys.readouterr()
     assert "monoblock" in out
@@ -107,7 +108,7 @@ def test_an_encoder_decoder_is_measured(tmp_path, capsys):
         (["gpt2", "--new", "0"], "is not in the range"),
         (["gpt2", "--all"], "WHAT has no effect"),
         (["--all", "--only", "monoblock"], "--only has no effect"),
-        (["--small"], "--small belongs to --all"),
+        (["--small"], "--small has no effect without --all"),
     ],
 )
 def test_invalid_arguments_are_one_line_errors(folder, arguments, message, capsys):
@@ -151,7 +152,7 @@ def whole_report(tmp_path_factory):
     """The report of `--all` with toy sizes where no other library is installed, and the page that it wrote."""
     page = tmp_path_factory.mktemp("bench") / "speed.md"
     with pytest.MonkeyPatch.context() as patch:
-        for module in (bench_generation, bench_training, bench_translation, bench_startup):
+        for module in (generation, training, translation, startup):
             patch.setattr(module, "find_spec", lambda name: None)
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
@@ -189,11 +190,11 @@ def test_the_fraction_of_a_ceiling_is_what_the_work_needs_over_what_the_hardware
     weights = 4 * 32 * 32 + 2 * 32 * 128  # of an encoder block
     decoder = weights + 2 * 32 * 32 + 61 * 32  # of a target token: queries and output of cross-attention, and the table
     products = 2 * (weights + 2 * 32 * 32) * 15 + 2 * decoder * 4 * 14  # sources have their keys and values once
-    assert bench_suite.search_flops(config, 15) == pytest.approx(products, rel=0.2)  # the rest is attention
-    row = bench_suite.Row("a", "monoblock", 50.0, "tokens/s")
-    assert bench_suite.ratio_to_ours(row._replace(runner="other", speed=25.0), [row]) == 0.5
-    startup_row = bench_suite.Row("b", "monoblock", 2.0, "s")
-    assert bench_suite.ratio_to_ours(startup_row._replace(runner="other", speed=4.0), [startup_row]) == 0.5
+    assert suite.search_flops(config, 15) == pytest.approx(products, rel=0.2)  # the rest is attention
+    row = suite.Row("a", "monoblock", 50.0, "tokens/s")
+    assert suite.ratio_to_ours(row._replace(runner="other", speed=25.0), [row]) == 0.5
+    startup_row = suite.Row("b", "monoblock", 2.0, "s")
+    assert suite.ratio_to_ours(startup_row._replace(runner="other", speed=4.0), [startup_row]) == 0.5
 
 
 def test_a_page_names_the_commit_only_if_the_program_is_tracked(tmp_path, monkeypatch):
@@ -241,13 +242,13 @@ def test_our_training_step_has_the_loss_of_the_trainer(monkeypatch):
     expected = [weight.grad.clone() for weight in model.parameters()]
     calls = []
 
-    class Loss(bench_training.CrossEntropyLoss):
+    class Loss(training.CrossEntropyLoss):
         def __call__(self, *arguments):
             calls.append(arguments)
             return super().__call__(*arguments)
 
-    monkeypatch.setattr(bench_training, "CrossEntropyLoss", Loss)
-    assert bench_training.time_step(model, ids) > 0
+    monkeypatch.setattr(training, "CrossEntropyLoss", Loss)
+    assert training.time_step(model, ids) > 0
     assert len(calls) == 1
     for weight, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(weight.grad, gradient)

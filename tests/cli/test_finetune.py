@@ -179,7 +179,7 @@ def test_an_encoder_becomes_a_classifier_and_is_resumed(folder, tmp_path, capsys
         ),
         (("decoder", "text.txt", "--objective", "casual"), "did you mean 'causal_lm'"),
         (("decoder", "text.txt", "--lora", "--targets", "qeury"), "did you mean 'query'"),
-        (("decoder", "text.txt", "--rank", "4"), "--rank has no effect without --lora; write --lora as well"),
+        (("decoder", "text.txt", "--rank", "4"), "--rank 4 has no effect without --lora; give both or neither"),
         (("decoder", "text.txt", "--freeze", "9", "model.width=7"), "is not what the weights"),
         (("encoder", "labelled.tsv", "train.lerning=1"), "train has no field 'lerning'"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.plots.tokens import MISSING_GLYPH, check_length, choose_labels, drawable, readable_tokens
+from monoblock.plots.figure import MISSING_GLYPH, check_length, choose_labels, drawable, readable_tokens
 
 pytest.importorskip("matplotlib")
 

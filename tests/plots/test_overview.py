@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from monoblock.plots import overview
+from monoblock.plots import masks as overview
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 

@@ -32,21 +32,7 @@ if TYPE_CHECKING:
     from monoblock.accounting import report as accounting
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
-# Option -> (the options without any of which it has no effect, its default value).
-DEPENDENT_OPTIONS: dict[str, tuple[tuple[str, ...], Any]] = {
-    "peak_tflops": (("tokens", "strategy"), 989.0),
-    "mfu": (("tokens", "strategy"), 0.4),
-    "price": (("tokens",), None),
-    "prompt": (("new",), 1),
-    "beams": (("new",), 1),
-    "tensor": (("strategy",), None),
-    "pipeline": (("strategy",), None),
-    "micro_batches": (("strategy",), None),
-    "gpus_per_node": (("strategy",), GPUS_PER_NODE),
-    "intra_gbps": (("strategy",), INTRA_BANDWIDTH / 1e9),
-    "inter_gbps": (("strategy",), INTER_BANDWIDTH / 1e9),
-    "gpu_memory": (("strategy",), 80),  # GB of an H100
-}
+WITH_STRATEGY = {"needs": ("strategy",)}
 ABOVE_ZERO = {"least": 0, "is_open": (True, False)}
 
 
@@ -78,44 +64,48 @@ class Account:
         choices=tuple(STRATEGIES),
     )
     tensor: int | None = option(
-        "With --strategy: ranks that split every layer.  [default: all GPUs; with fsdp+tp those of a node]", least=1
+        "ranks that split every layer.  [default: all GPUs; with fsdp+tp those of a node]", least=1, **WITH_STRATEGY
     )
-    pipeline: int | None = option("With --strategy: pipeline stages.  [default: as many as GPUs]", least=1)
+    pipeline: int | None = option("pipeline stages.  [default: as many as GPUs]", least=1, **WITH_STRATEGY)
     micro_batches: int | None = option(
-        f"With --strategy: passes per step.  [default: 1; of a pipeline {PIPELINE_MICRO_BATCHES} a stage]", least=1
+        f"passes per step.  [default: 1; of a pipeline {PIPELINE_MICRO_BATCHES} a stage]", least=1, **WITH_STRATEGY
     )
-    gpus_per_node: int | None = option("With --strategy: GPUs of a machine.  [default: 8]", least=1)
-    intra_gbps: float | None = option(
-        "With --strategy: bandwidth of a GPU within a machine, in GB/s.  [default: 450, NVLink of an H100]",
+    gpus_per_node: int = option("GPUs of a machine.", least=1, otherwise=GPUS_PER_NODE, **WITH_STRATEGY)
+    intra_gbps: float = option(
+        "bandwidth of a GPU within a machine, in GB/s, by default that of NVLink of an H100.",
+        otherwise=INTRA_BANDWIDTH / 1e9,
         **ABOVE_ZERO,
+        **WITH_STRATEGY,
     )
-    inter_gbps: float | None = option(
-        "With --strategy: bandwidth of a GPU between machines, in GB/s.  [default: 50]", **ABOVE_ZERO
+    inter_gbps: float = option(
+        "bandwidth of a GPU between machines, in GB/s.", otherwise=INTER_BANDWIDTH / 1e9, **ABOVE_ZERO, **WITH_STRATEGY
     )
-    gpu_memory: float | None = option("With --strategy: memory of a GPU, in GB.  [default: 80]", **ABOVE_ZERO)
+    gpu_memory: float = option("memory of a GPU, in GB.", otherwise=80, **ABOVE_ZERO, **WITH_STRATEGY)
     tokens: int | None = option("Also report the time to train on this many tokens, as in 2e12.", kind=Count())
-    peak_tflops: float | None = option(
-        "With --tokens or --strategy: peak speed of one GPU in TFLOP/s.  [default: 989, an H100 with dense bf16]"
+    peak_tflops: float = option(
+        "peak speed of one GPU in TFLOP/s, by default that of an H100 with dense bf16.",
+        needs=("tokens", "strategy"),
+        otherwise=989.0,
     )
-    mfu: float | None = option(
-        "With --tokens: model FLOPs utilization, from 0 to 1; with --strategy: that of the computation alone.  "
-        "[default: 0.4]"
+    mfu: float = option(
+        "model FLOPs utilization, from 0 to 1; with --strategy that of the computation alone.",
+        needs=("tokens", "strategy"),
+        otherwise=0.4,
     )
-    price: float | None = option("With --tokens: price of a GPU hour, to report the cost too.", least=0)
+    price: float | None = option("price of a GPU hour, to report the cost too.", least=0, needs=("tokens",))
     new: int | None = option("Also report the cost of generating this many tokens.", least=1)
-    prompt: int | None = option("With --new: tokens in the prompt.  [default: 1]", least=1)
-    beams: int | None = option("With --new: number of beams.  [default: 1]", least=1)
+    prompt: int = option("tokens in the prompt.", least=1, needs=("new",), otherwise=1)
+    beams: int = option("number of beams.", least=1, needs=("new",), otherwise=1)
     measure: bool = option("Also build the model and time each component in a forward pass.", False)
     as_json: bool = json_option()
 
     def run(self) -> None:
-        options = fill_dependent_options(asdict(self))
         is_changed = self.overrides and not is_recipe(self.what)  # a recipe's keys change before its model is built
         source = apply_overrides(read_any_config(self.what), self.overrides) if is_changed else self.what
         name = " ".join([self.what, *self.overrides])
         model_account = account(source, name=name, overrides=() if is_changed else self.overrides)
         try:
-            result = build_report(model_account, options)
+            result = build_report(model_account, asdict(self))
         except InputError as problem:  # sizes from the command line that do not fit this model
             raise click.UsageError(str(problem)) from None
         tokens = TOKENS_PER_PARAMETER * model_account.active_parameters
@@ -145,22 +135,11 @@ def apply_overrides(config: ModelConfig | RecurrentConfig, overrides: tuple[str,
     return vary(config, **knobs)
 
 
-def fill_dependent_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the defaults of DEPENDENT_OPTIONS; raise UsageError for an option without the one it depends on."""
-    for name, (needed, default) in DEPENDENT_OPTIONS.items():
-        if options[name] is not None and all(options[other] is None for other in needed):
-            flag, others = f"--{name.replace('_', '-')}", " or ".join(f"--{other}" for other in needed)
-            raise click.UsageError(f"{flag} {options[name]} has no effect without {others}; give both or neither")
-        options = options | {name: default if options[name] is None else options[name]}
-    return options
-
-
 def build_report(model_account: accounting.Account, options: dict[str, Any]) -> dict[str, Any]:
     """Return the report that --json prints: `Account.to_dict`, and what further options add to it."""
     sizes = {key: options[key] for key in ("batch", "length", "target_length")}
-    report: dict[str, Any] = model_account.to_dict(
-        **sizes, dtype=options["dtype"], optimizer=options["optimizer"], gpus=options["gpus"]
-    )
+    optimizer = {"optimizer": options["optimizer"]}
+    report: dict[str, Any] = model_account.to_dict(**sizes, **optimizer, dtype=options["dtype"], gpus=options["gpus"])
     if options["tokens"]:
         lengths = {key: options[key] for key in ("length", "target_length", "gpus", "mfu", "price")}
         budget = model_account.budget(options["tokens"], peak=1e12 * options["peak_tflops"], **lengths)
@@ -168,19 +147,14 @@ def build_report(model_account: accounting.Account, options: dict[str, Any]) -> 
     if options["strategy"]:
         report["plan"] = build_plan(model_account, options)
     elif options["gpus"] == 1 and not isinstance(model_account.config, RecurrentConfig):
-        report["memory"]["peak"] = _peak_memory(model_account, options)
+        modes: dict[str, CheckpointMode] = {"kept": False, "selective": "selective", "checkpointed": True}
+        plans = {name: model_account.plan(**sizes, **optimizer, checkpointing=mode) for name, mode in modes.items()}
+        report["memory"]["peak"] = {name: plan.memory.peak for name, plan in plans.items()}  # of one step on one GPU
     if options["new"]:
         report["decoding"] = _decoding_costs(model_account, options)
     if options["measure"]:
         report["measured"] = _measure_components(model_account, options)
     return report
-
-
-def _peak_memory(model_account: accounting.Account, options: dict[str, Any]) -> dict[str, int]:
-    """Return the largest memory of a step of `monoblock train` on one GPU, by how activations are kept."""
-    sizes = {key: options[key] for key in ("batch", "length", "target_length", "optimizer")}
-    modes: dict[str, CheckpointMode] = {"kept": False, "selective": "selective", "checkpointed": True}
-    return {name: model_account.plan(**sizes, checkpointing=mode).memory.peak for name, mode in modes.items()}
 
 
 def _measure_components(model_account: accounting.Account, options: dict[str, Any]) -> dict[str, Any]:

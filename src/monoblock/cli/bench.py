@@ -6,6 +6,7 @@ import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,8 @@ class Bench:
 
     what: str | None = argument(None)
     all: bool = option("Measure all tasks in one table, instead of one model.", False)
-    small: bool = option("With --all: toy sizes, to see in seconds that everything runs.", False)
-    out: Path | None = option("With --all: write the table to this file (Markdown).", path="file")
+    small: bool = option("toy sizes, to see in seconds that everything runs.", False, needs=("all",))
+    out: Path | None = option("write the table to this file (Markdown).", path="file", needs=("all",))
     prompt: int | None = option("Tokens in the prompt.  [default: 32, less if the context is short]", least=1)
     new: int | None = option("Tokens to generate.  [default: 64, less if the context is short]", least=1)
     batch: int | None = option("Sequences in a batch.  [default: 1]", least=1)
@@ -51,16 +52,15 @@ class Bench:
         if self.all:
             self._measure_all()
             return
-        if self.small or self.out is not None:
-            name = "--small" if self.small else "--out"
-            raise ConfigError(f"{name} belongs to --all; add --all, or leave it out")
-        from monoblock.cli.bench_generation import measure_runners
+        from monoblock.bench.generation import measure_runners
 
         names = _select_runners(self.only, self.no_peers)
         what, batch = self.what or DEFAULT_MODEL, self.batch or 1
         model, prompt, new = _load_model(what, self.device, self.dtype, self.prompt, self.new)
         with tempfile.TemporaryDirectory(prefix="monoblock-bench-") as folder:
-            result = {"model": what} | measure_runners(model, Path(folder), names, prompt, new, batch, self.rounds)
+            result = {"model": what} | measure_runners(
+                model, Path(folder), names, prompt, new, batch, self.rounds, progress=partial(echo, err=True)
+            )
         next_command = f"account {shlex.quote(what)} --batch {batch} --length {prompt + new}"
         report(self.as_json, result, print_report, next_command)
 
@@ -72,10 +72,12 @@ class Bench:
                 raise ConfigError(f"--all measures fixed shapes, so {name} has no effect; leave out one of the two")
         if self.out is not None:
             _check_writable(self.out)
-        from monoblock.cli.bench_suite import COLUMNS, Options, describe, format_markdown, measure_all, table_cells
+        from monoblock.bench.suite import COLUMNS, Options, describe, format_markdown, measure_all, table_cells
 
         device, torch_dtype = resolve_device(self.device, self.dtype)
-        result = measure_all(Options(device, torch_dtype, self.rounds, self.small, not self.no_peers))
+        result = measure_all(
+            Options(device, torch_dtype, self.rounds, self.small, not self.no_peers, partial(echo, err=True))
+        )
         result["source"] = _describe_run()
         if self.out is not None:
             self.out.write_text(format_markdown(result, result["source"]), encoding="utf-8")
@@ -124,7 +126,7 @@ def _commit() -> str | None:
 
 
 def _select_runners(only: tuple[str, ...], only_monoblock: bool) -> list[str]:
-    from monoblock.cli.bench_generation import DEFAULT_RUNNERS, RUNNERS
+    from monoblock.bench.generation import DEFAULT_RUNNERS, RUNNERS
 
     for name in only:
         if name not in RUNNERS:
@@ -178,11 +180,6 @@ def _choose_lengths(config: ModelConfig, prompt: int | None, new: int | None) ->
     return prompt, new
 
 
-def _decode_speed(rate: float | None, batch: int) -> tuple[float | None, float | None]:
-    """Round `rate`, the tokens per second of a whole batch; return it, and the milliseconds per token of a sequence."""
-    return (None, None) if rate is None else (round(rate, 1), round(1000 * batch / rate, 2))
-
-
 def print_report(report: dict[str, Any]) -> None:
     sequences = f"{report['batch']} sequences" if report["batch"] > 1 else "one sequence"
     echo(
@@ -190,16 +187,13 @@ def print_report(report: dict[str, Any]) -> None:
         f"torch {report['torch']}: {sequences}, {report['prompt']} prompt tokens and {report['new']} new tokens, "
         f"key/value cache {format_bytes(report['kv_cache_bytes'])}"
     )
-    rows = [
-        (
-            name,
-            round(row["prefill_tokens_per_second"], 1),
-            *_decode_speed(row["decode_tokens_per_second"], report["batch"]),
-            format_bytes(row["weight_bytes"]),
-            "" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]),
-        )
-        for name, row in report["runners"].items()
-    ]
+    rows = []
+    for name, row in report["runners"].items():
+        rate = row["decode_tokens_per_second"]
+        speeds = (None, None) if rate is None else (round(rate, 1), round(1000 * report["batch"] / rate, 2))
+        peak = "" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"])
+        prefill = round(row["prefill_tokens_per_second"], 1)
+        rows.append((name, prefill, *speeds, format_bytes(row["weight_bytes"]), peak))
     print_table(COLUMNS, rows)
     for name, reason in report["absent"].items():
         echo(f"{name}: {reason}", err=True)

@@ -8,8 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from monoblock.cli.decoding_options import SEARCH, decoding_options, print_stream, resolve_settings, stop_option
-from monoblock.cli.model_options import device_option, dtype_option, force_option, load_pipeline
+from monoblock.cli.model_options import (
+    SEARCH,
+    decoding_options,
+    device_option,
+    dtype_option,
+    force_option,
+    load_pipeline,
+    print_stream,
+    resolve_settings,
+    stop_option,
+)
 from monoblock.cli.output import dump_json, echo, suggest_next
 from monoblock.cli.verb import argument, json_option, option
 from monoblock.errors import InputError

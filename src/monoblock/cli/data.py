@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from monoblock.cli.env import usable_cores
 from monoblock.cli.output import ProgressBar, echo, format_bytes, format_count, print_table, report
 from monoblock.cli.verb import REQUIRED, argument, json_option, option
 from monoblock.errors import ConfigError
@@ -54,7 +54,6 @@ class Prepare:
         from monoblock.tokenizers.tokenizer import Tokenizer
 
         loaded = None if self.tokenizer is None else Tokenizer.from_pretrained(self.tokenizer)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if loaded is None and not is_token_folder(self.out):
             echo(f"Training a {self.kind or 'bpe'} tokenizer on a sample of the text …", err=True)
         bar = ProgressBar("bytes")
@@ -69,7 +68,7 @@ class Prepare:
                 self.text,
                 self.out,
                 tokenizer=TokenizerPlan(loaded, self.kind or "bpe", self.vocab or 8192),
-                jobs=self.jobs or cores,
+                jobs=self.jobs or usable_cores(),
                 documents=self.documents,
                 validation=self.validation,
                 shard_tokens=self.shard_tokens,
@@ -132,19 +131,11 @@ COMMANDS = {"prepare": Prepare, "show": Show}
 
 
 def _print_splits(manifest: ShardManifest) -> None:
-    columns = ("split", "tokens", "documents", "text", "bytes per token", "files")
-    rows = [
-        (
-            name,
-            format_count(files.tokens),
-            files.num_documents,
-            format_bytes(files.bytes),
-            files.bytes / files.tokens,
-            len(files.shards),
-        )
-        for name, files in manifest.splits.items()
-    ]
-    print_table(columns, rows)
+    rows = []
+    for name, files in manifest.splits.items():
+        ratio, count = files.bytes / files.tokens, len(files.shards)
+        rows.append((name, format_count(files.tokens), files.num_documents, format_bytes(files.bytes), ratio, count))
+    print_table(("split", "tokens", "documents", "text", "bytes per token", "files"), rows)
 
 
 def _summary(folder: Path, manifest: ShardManifest) -> dict[str, Any]:

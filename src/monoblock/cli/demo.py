@@ -79,7 +79,7 @@ def make_numbered_folder(parent: Path, name: str) -> Path:
 
 def _draw_overview(path: Path, as_json: bool) -> None:
     from monoblock.plots.figure import check_plot_path
-    from monoblock.plots.overview import save_overview
+    from monoblock.plots.masks import save_overview
 
     check_plot_path(path)
     save_overview(path)
@@ -161,37 +161,23 @@ def _check_families(folder: Path) -> dict[str, Any]:
         return {"families": rows, "pictures": []}
 
 
-def _random_ids(config: Any, length: int) -> Any:
-    import torch
-
-    return torch.randint(1, config.input.vocab, (2, length), generator=torch.Generator().manual_seed(1))
-
-
-def _cached_difference(model: Any, config: Any) -> float | None:
-    """Return the largest difference between the logits of cached decoding and of a full pass; None if no decoder."""
-    import torch
-
-    if config.decoder is None:
-        return None
-    ids, source = _random_ids(config, 13), _random_ids(config, 11)
-    is_encoder_decoder = config.encoder is not None
-    full = model(source, ids) if is_encoder_decoder else model(ids)
-    cache, logits = model.make_cache(2, 13), []
-    for step in range(13):
-        new = ids[:, step : step + 1]
-        logits.append(model(source, new, cache=cache) if is_encoder_decoder else model(new, cache=cache))
-        cache.advance(1)
-    return float((torch.cat(logits, 1) - full).abs().max())
-
-
-def _output_shape(model: Any, config: Any) -> tuple[int, ...]:
+def _run_toy(model: Any, config: Any) -> tuple[list[int], float | None]:
+    """Return the shape of the output and, if it decodes, the largest difference that the cache makes to logits."""
     import torch
 
     if config.family == "vision":
         image = config.input.image
-        return tuple(model(torch.zeros(2, config.input.channels, image, image)).shape)
-    ids = _random_ids(config, 13)
-    return tuple((model(ids, ids[:, :11]) if config.family == "encoder-decoder" else model(ids)).shape)
+        return list(model(torch.zeros(2, config.input.channels, image, image)).shape), None
+    ids = torch.randint(1, config.input.vocab, (2, 13), generator=torch.Generator().manual_seed(1))
+    source = [ids] if config.encoder is not None and config.decoder is not None else []
+    shape = list(model(*source, ids[:, :11] if source else ids).shape)
+    if config.decoder is None:
+        return shape, None
+    full, cache, logits = model(*source, ids), model.make_cache(2, 13), []
+    for step in range(13):
+        logits.append(model(*source, ids[:, step : step + 1], cache=cache))
+        cache.advance(1)
+    return shape, float((torch.cat(logits, 1) - full).abs().max())
 
 
 def check_family(name: str) -> dict[str, Any]:
@@ -209,21 +195,20 @@ def check_family(name: str) -> dict[str, Any]:
     config = tiny(name)
     model = Transformer(config).eval()
     with torch.no_grad():
-        difference, shape = _cached_difference(model, config), _output_shape(model, config)
+        shape, difference = _run_toy(model, config)
     return {
         "preset": name,
         "family": config.family,
         "parameters": parameters,
         "equals_built": built == parameters,
-        "toy_output": list(shape),
+        "toy_output": shape,
         "cached_difference": difference,
     }
 
 
 def save_pictures(folder: Path) -> list[str]:
     from monoblock.nn.masks import causal, everything, global_tokens, random_blocks, window
-    from monoblock.plots.masks import save_masks
-    from monoblock.plots.overview import save_overview
+    from monoblock.plots.masks import save_masks, save_overview
     from monoblock.plots.positions import save_positions
 
     masks = [

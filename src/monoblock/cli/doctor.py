@@ -77,16 +77,14 @@ def _print_list(as_json: bool) -> None:
     from monoblock.doctor.checks import CHECKS
     from monoblock.doctor.faults import FAULTS
 
-    checks = [(check.name, check.group, check.about) for check in CHECKS]
-    faults = [(fault.name, fault.check, fault.about) for fault in FAULTS.values()]
+    checks = [{"name": check.name, "group": check.group, "about": check.about} for check in CHECKS]
+    faults = [{"name": fault.name, "check": fault.check, "about": fault.about} for fault in FAULTS.values()]
     if as_json:
-        rows = {"checks": [dict(zip(("name", "group", "about"), row, strict=True)) for row in checks]}
-        rows["faults"] = [dict(zip(("name", "check", "about"), row, strict=True)) for row in faults]
-        print_json(rows)
+        print_json({"checks": checks, "faults": faults})
         return
-    print_table(("check", "group", "what holds if it passes"), checks)
+    print_table(("check", "group", "what holds if it passes"), [tuple(row.values()) for row in checks])
     echo()
-    print_table(("fault", "found by", "what is planted"), faults)
+    print_table(("fault", "found by", "what is planted"), [tuple(row.values()) for row in faults])
 
 
 def _inject_all(as_json: bool) -> int:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from monoblock.cli.decoding_options import ONE_TARGET, decoding_options, resolve_settings
 from monoblock.cli.model_options import (
+    ONE_TARGET,
+    decoding_options,
     device_option,
     dtype_option,
     ensemble_option,
@@ -18,6 +19,7 @@ from monoblock.cli.model_options import (
     join_processes,
     load_pipeline,
     nproc_option,
+    resolve_settings,
     set_image_size,
 )
 from monoblock.cli.output import echo, print_json, print_table, suggest_next
@@ -79,16 +81,16 @@ class Evaluate:
         metavar="N,N",
     )
     template: str | None = option(
-        r"With --shots: prompt for one example, as in 'Review: {text}\nSentiment: {label}\n\n'.  [default: "
-        "depends on the corpus]"
+        r"prompt for one example, as in 'Review: {text}\nSentiment: {label}\n\n'.  [default: depends on the corpus]",
+        needs=("shots",),
     )
     label: tuple[str, ...] = option(
-        "With --shots: write WORD for LABEL in prompts; may be repeated.", (), metavar="LABEL=WORD"
+        "write WORD for LABEL in prompts; may be repeated.", (), metavar="LABEL=WORD", needs=("shots",)
     )
     calibrate: bool = option(
-        "With --shots: divide the probabilities of labels by those for a text without content, such as N/A.", False
+        "divide the probabilities of labels by those for a text without content, such as N/A.", False, needs=("shots",)
     )
-    shots_seed: int = option("With --shots: seed for choosing the examples.", 0, least=0)
+    shots_seed: int = option("seed for choosing the examples.", least=0, needs=("shots",), otherwise=0)
     interpolate: int | None = interpolate_option()
     at_least: tuple[str, ...] = option("Exit with code 3 if METRIC is lower.", (), metavar="METRIC=NUMBER")
     at_most: tuple[str, ...] = option("Exit with code 3 if METRIC is higher.", (), metavar="METRIC=NUMBER")
@@ -107,10 +109,6 @@ class Evaluate:
     def run(self) -> int | None:
         bounds = [_parse_bound(text, is_lower=True) for text in self.at_least]
         bounds += [_parse_bound(text, is_lower=False) for text in self.at_most]
-        given = {"--template": self.template, "--label": self.label, "--calibrate": self.calibrate}
-        stray = next((name for name, value in given.items() if value), None)
-        if stray is not None and self.shots is None:
-            raise ConfigError(f"{stray} has no effect without --shots; write --shots 0,4 as well")
         with join_processes(self.nproc, self.device) as world:
             pipe = load_pipeline(
                 self.model, self.device, self.dtype, force=self.force, ensemble=self.ensemble, world=world

@@ -9,7 +9,6 @@ from typing import Literal
 from monoblock.cli.output import echo
 from monoblock.cli.training_run import print_result, print_resume_command, run_training
 from monoblock.cli.verb import argument, data_folder_option, json_option, option, resolve_data_folder
-from monoblock.errors import ConfigError
 
 # Option -> key of the recipe.
 RECIPE_KEYS = {
@@ -22,7 +21,7 @@ RECIPE_KEYS = {
     "freeze": "train.freeze_layers",
     "layer_decay": "train.layer_decay",
 }
-LORA_OPTIONS = ("rank", "alpha", "targets", "bits")
+WITH_LORA = {"needs": ("lora",)}
 DEFAULT_RANK = 8
 
 
@@ -47,12 +46,12 @@ class Finetune:
     epochs: float | None = option("Passes over the data.")
     lr: float | None = option("Peak learning rate.")
     lora: bool = option("Train low-rank adapters (LoRA) and freeze all other weights.", False)
-    rank: int | None = option(f"With --lora: rank of the adapters.  [default: {DEFAULT_RANK}]", least=1)
-    alpha: float | None = option("With --lora: adapters are scaled by alpha / rank.  [default: 16]")
+    rank: int | None = option(f"rank of the adapters.  [default: {DEFAULT_RANK}]", least=1, **WITH_LORA)
+    alpha: float | None = option("adapters are scaled by alpha / rank.  [default: 16]", **WITH_LORA)
     targets: str | None = option(
-        "With --lora: projections that get an adapter, separated by commas, or all.  [default: query,value]"
+        "projections that get an adapter, separated by commas, or all.  [default: query,value]", **WITH_LORA
     )
-    bits: Literal["8", "4"] | None = option("With --lora: quantize the frozen weights to N bits.")
+    bits: Literal["8", "4"] | None = option("quantize the frozen weights to N bits.", **WITH_LORA)
     freeze: int | None = option("Freeze the embedding and the first N layers.", least=0)
     layer_decay: float | None = option(
         "Learning rate of each layer as a fraction of that of the layer above it, such as 0.9."
@@ -90,9 +89,6 @@ class Finetune:
     def _recipe_overrides(self) -> list[str]:
         """Translate the options into overrides of the recipe: `section.key=value`."""
         given = {name: value for name in RECIPE_KEYS if (value := getattr(self, name)) is not None}
-        stray = next((name for name in LORA_OPTIONS if name in given), None)
-        if stray is not None and not self.lora:
-            raise ConfigError(f"--{stray} has no effect without --lora; write --lora as well")
         if self.lora:
             given = {"rank": DEFAULT_RANK} | given
         return [f"{key}={given[name]}" for name, key in RECIPE_KEYS.items() if name in given]

@@ -7,20 +7,18 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from monoblock.cli.decoding_options import (
-    decoding_options,
-    note_full_context,
-    print_stream,
-    resolve_settings,
-    stop_option,
-)
 from monoblock.cli.model_options import (
+    decoding_options,
     device_option,
     dtype_option,
     force_option,
     join_processes,
     load_pipeline,
+    note_full_context,
     nproc_option,
+    print_stream,
+    resolve_settings,
+    stop_option,
 )
 from monoblock.cli.output import echo, print_json, suggest_next
 from monoblock.cli.verb import argument, json_option

@@ -74,6 +74,8 @@ class Inspect:
     as_json: bool = json_option()
 
     def run(self) -> None:
+        from monoblock.plots.figure import check_plot_path
+
         names = self._check_parts()
         sweep = {
             "lengths": _parse_numbers("--lengths", self.lengths),
@@ -82,7 +84,8 @@ class Inspect:
         out = Path("inspect.html") if self.out is None and not self.as_json else self.out
         is_page = out is not None and out.suffix.lower() in HTML_SUFFIXES
         if out is not None:
-            _check_out(out, is_page)
+            # A page has pictures inside, which are PNG.
+            check_plot_path(out.with_suffix(".png") if is_page else out, formats=".html, .png, .svg or .pdf")
         pipe = load_pipeline(self.model, self.device, self.dtype, force=self.force)
         pipe = set_image_size(pipe, self.interpolate)
         from monoblock.runs.inspect.inputs import encode_input, transformer_of
@@ -147,15 +150,6 @@ def _parse_numbers(option: str, text: str | None) -> tuple[int, ...]:
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise ConfigError(f"{option} {text} is not a list of numbers; write {option} 64,256")
     return tuple(sorted({int(word) for word in words}))
-
-
-def _check_out(out: Path, is_page: bool) -> None:
-    from monoblock.plots.figure import check_plot_path
-
-    if not is_page:
-        check_plot_path(out, formats=".html, .png, .svg or .pdf")
-    else:
-        check_plot_path(out.with_suffix(".png"))  # the pictures inside the page
 
 
 def _save(request: Request, model: str, parts: dict[str, Part], out: Path, is_page: bool) -> list[Path]:

@@ -123,22 +123,20 @@ def _list_corpora() -> list[Record]:
     from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint
 
     folder = os.environ.get("MONOBLOCK_DATA")
-    rows = []
-    for name, source in CORPORA.items():
-        location = corpus_location(name, folder)
-        rows.append(
-            {
-                "name": name,
-                "kind": source.kind,
-                "what": source.description,
-                "licence": source.licence,
-                "here": location is not None,
-                "place": location,
-                "origin": source.origin,
-                "get": None if location else install_hint(name),
-            }
-        )
-    return rows
+    places = {name: corpus_location(name, folder) for name in CORPORA}
+    return [
+        {
+            "name": name,
+            "kind": source.kind,
+            "what": source.description,
+            "licence": source.licence,
+            "here": places[name] is not None,
+            "place": places[name],
+            "origin": source.origin,
+            "get": None if places[name] else install_hint(name),
+        }
+        for name, source in CORPORA.items()
+    ]
 
 
 def _list_experiments() -> list[Record]:
@@ -211,11 +209,6 @@ def _select_rows(name: str, rows: list[Record], word: str) -> list[Record]:
     raise ConfigError(f"none of the {name} matches {word!r}{did_you_mean(word, names)}")
 
 
-def _group_by_section(rows: list[Record]) -> list[list[Record]]:
-    """Split keys by their section, because the columns of a short section leave more room for the text."""
-    return [list(group) for _, group in groupby(rows, key=lambda row: row.get("section"))] or [[]]
-
-
 def _cell(row: Record, column: str) -> object:
     return _without_quotes(format_toml(row.get(column, REQUIRED))) if column == "default" else row[column]
 
@@ -277,7 +270,8 @@ class Ls:
             _, columns, _ = LISTINGS[name]
             if len(listings) > 1:
                 echo(f"\n{name}")
-            for group in _group_by_section(rows):
+            # Keys are split by their section, because the columns of a short section leave more room for the text.
+            for group in [list(group) for _, group in groupby(rows, key=lambda row: row.get("section"))] or [[]]:
                 cells = [[_cell(row, column) for column in columns] for row in group]
                 print_table(columns, cells, narrow=NARROW_COLUMNS)
         for name, rows in listings.items():

@@ -1,10 +1,10 @@
-"""Load a model where and how the options say: shared by every verb that runs a model."""
+"""The options of every verb that runs a model: how it is loaded, and how it decodes; and what they do."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from monoblock.cli.output import echo
-from monoblock.cli.verb import option
-from monoblock.errors import ConfigError
+from monoblock.cli.verb import Option, option, option_group
+from monoblock.config.field_description import describe_fields, list_choices, type_words
+from monoblock.errors import ConfigError, InputError
+from monoblock.inference.settings import ENGINE_OPTIONS, Settings
 
 if TYPE_CHECKING:
+    from monoblock.inference.streaming_text import TextChunk
     from monoblock.parallel.world import World
     from monoblock.runs.pipeline import Pipeline
 
@@ -54,6 +57,33 @@ def interpolate_option() -> Any:
         least=1,
         metavar="PIXELS",
     )
+
+
+# Groups of options, by the names of the fields of Settings.
+SEARCH = ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "length_penalty_form")
+ONE_TARGET = (*SEARCH, "max_new_tokens", "temperature", "top_k", "top_p", "seed")
+
+
+def decoding_options(only: Collection[str] = (), without: Collection[str] = ()) -> Any:
+    """Declare an option for every field of Settings that is a number, a word or a choice of words.
+
+    Those that are not given are as in the model's generation_config.json.
+    """
+    options = {}
+    for field in describe_fields(Settings):
+        kinds = {*type_words(field.hint), *map(type, list_choices(field.hint))}
+        is_id = field.name.endswith("_token_id")
+        is_wanted = field.name in (only or {field.name}) and field.name not in (*without, *ENGINE_OPTIONS)
+        if kinds <= {"integer", "number", "string", str} and is_wanted and not is_id:
+            options[field.name] = (field.hint, Option(help=f"{field.meaning[:1].upper()}{field.meaning[1:]}."))
+    return option_group(options)
+
+
+def stop_option() -> Any:
+    return option("End the text before this string; may be repeated.", ())
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 class DefaultChoice(NamedTuple):
@@ -148,7 +178,9 @@ def join_processes(nproc: int, device: str | None) -> Iterator[World | None]:
             from monoblock.parallel.launch import launch
 
             context = click.get_current_context()
-            context.exit(launch(_words(context), nproc, device or "auto"))
+            known = context.obj or {}
+            words = ["--debug"] * bool(known.get("debug")) + list(known.get("words", sys.argv[1:]))
+            context.exit(launch(words, nproc, device or "auto"))
         yield None
         return
     if nproc not in (1, int(os.environ["WORLD_SIZE"])):
@@ -167,7 +199,31 @@ def join_processes(nproc: int, device: str | None) -> Iterator[World | None]:
         world.shut_down()
 
 
-def _words(context: click.Context) -> list[str]:
-    """Return the arguments that monoblock was started with."""
-    known = context.obj or {}
-    return ["--debug"] * bool(known.get("debug")) + list(known.get("words", sys.argv[1:]))
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+def resolve_settings(pipe: Pipeline, options: dict[str, Any]) -> Settings:
+    """Merge command-line options into the decoding defaults of the model; raise ConfigError for an invalid value."""
+    try:
+        return pipe.resolve_settings(options)
+    except InputError as problem:
+        raise ConfigError(str(problem)) from None
+
+
+def print_stream(pipe: Pipeline, chunks: Iterable[TextChunk]) -> str:
+    """Print the chunks of a text as they are generated; return the whole text."""
+    printed, ends = [], []
+    for chunk in chunks:
+        echo(chunk.text, nl=False)
+        printed.append(chunk.text)
+        ends.append(chunk.finish_reason)
+    echo()
+    note_full_context(pipe, ends)
+    return "".join(printed)
+
+
+def note_full_context(pipe: Pipeline, ends: Iterable[str | None]) -> None:
+    """Print a note if a text has ended because the context is full; `ends` are the finish reasons."""
+    if "context" in ends:
+        context = pipe.model.config.context
+        echo(f"note: the text ends here because its context of {context} tokens, prompt included, is full", err=True)

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from monoblock.cli.decoding_options import ONE_TARGET, decoding_options, resolve_settings
 from monoblock.cli.lines import chunk_lines, read_lines
 from monoblock.cli.model_options import (
+    ONE_TARGET,
+    decoding_options,
     device_option,
     dtype_option,
     ensemble_option,
     force_option,
     load_pipeline,
+    resolve_settings,
 )
 from monoblock.cli.output import dump_json, echo, suggest_next
 from monoblock.cli.verb import argument, json_option, option

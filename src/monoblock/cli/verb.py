@@ -52,6 +52,8 @@ class Option:
     path: Literal["any", "file", "folder"] = "any"
     exists: bool = False  # the path must
     kind: click.ParamType | None = None  # by default that of the annotation
+    needs: tuple[str, ...] = ()  # the options without any of which this one has no effect
+    otherwise: Any = None  # the value with one of these options, if this one is not given
 
 
 REQUIRED = MISSING  # the default of an argument or option that must be given
@@ -100,14 +102,36 @@ class Count(click.ParamType):
 def build_command(name: str, verb: type[Verb]) -> click.Command:
     """Build the command that makes an object of the dataclass from the words of the command line, and runs it."""
     groups = {item.name: item.metadata["group"] for item in _fields(verb) if "group" in item.metadata}
+    single = {item.name: item.metadata["option"] for item in _fields(verb) if "option" in item.metadata}
 
     def callback(**values: Any) -> int | None:
         for group, options in groups.items():
             given = {name: values.pop(name) for name in options}
             values[group] = {name: value for name, value in given.items() if value is not None}
+        for name, about in single.items():
+            values[name] = _check_needed(name, about, values)
         return verb(**values).run()
 
     return click.Command(name, params=list(_build_parameters(verb)), callback=callback, help=inspect.getdoc(verb))
+
+
+def _check_needed(name: str, about: Option, values: Mapping[str, Any]) -> Any:
+    """Return the value of an option; raise UsageError if it is given without an option that it needs."""
+    if not _is_given(values[name]):
+        return values[name] if about.otherwise is None else about.otherwise
+    if about.needs and not any(_is_given(values[other]) for other in about.needs):
+        others = " or ".join(map(_flag, about.needs))
+        given = "" if isinstance(values[name], bool | tuple) else f" {values[name]}"
+        raise click.UsageError(f"{_flag(name)}{given} has no effect without {others}; give both or neither")
+    return values[name]
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False and value != ()
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def build_group(name: str, verbs: Mapping[str, type[Verb]], about: str) -> click.Group:
@@ -150,8 +174,11 @@ def _build_argument(item: dataclasses.Field[Any], hint: Any) -> click.Argument:
 
 
 def _build_option(name: str, hint: Any, default: Any, about: Option) -> click.Option:
-    flags = about.flags or (f"--{name.replace('_', '-')}",)
-    details: dict[str, Any] = {"help": about.help, "required": default is REQUIRED}
+    flags = about.flags or (_flag(name),)
+    text = f"With {' or '.join(map(_flag, about.needs))}: {about.help}" if about.needs else about.help
+    if about.otherwise is not None:
+        text = f"{text}  [default: {about.otherwise:g}]"
+    details: dict[str, Any] = {"help": text, "required": default is REQUIRED}
     if hint is bool:
         return click.Option([*flags, name], is_flag=True, **details)
     is_repeated = get_origin(hint) is tuple

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from monoblock.plots.attention_scale import Array, MaskArray, Scale, choose_scale, hide, reduce_map
-from monoblock.plots.figure import DPI, create_figure
-from monoblock.plots.tokens import MIN_SPACING, check_length, choose_labels, label_axis
+from monoblock.plots.figure import DPI, MIN_SPACING, check_length, choose_labels, create_figure, label_axis
 
+Array = NDArray[np.floating[Any]]
+MaskArray = NDArray[np.bool_]
 WEIGHT_COLORS = "cividis"  # its lightness grows steadily, and it looks the same to the colour-blind
 MASKED = "#d8d8d8"
 CELL_INCHES, MIN_SIDE, MAX_SIDE = 0.26, 2.4, 16.0  # of the map of one head
 MAX_LAYER_SIDE = 5.3  # of a head among those of its layer
 MIN_TILE, MAX_TILE, TILES_INCHES, TILE_PIXELS = 1.3, 2.2, 9.0, 100  # of a head in the grid: inches, pixels per inch
 TILE_GAP, NOTE_INCHES, BAR_INCHES = 0.07, 0.18, 3.6
+MAX_LABELLED = 40  # tokens of a map that is coloured by the largest weight; longer ones by uniform attention
+LEAST_RATIO, MOST_RATIO = 0.1, 100.0  # of a weight and that of uniform attention, from dark to bright
 MAX_LINEAR = 100  # tokens of a map whose colours are linear; weights that spread over more are drawn by their root
 
 
@@ -196,3 +200,51 @@ def draw_patch_attention(pixels: Array, heads: Array, title: str, *, first: int)
     bar = figure.colorbar(image, ax=grid, shrink=0.8, pad=0.02, ticks=[0, 1], label="weight of a patch")
     bar.ax.set_yticklabels(["smallest\nof the head", "largest"], fontsize=8)
     return figure
+
+
+# -- colours -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How the weights of a head become colours from 0 to 1."""
+
+    label: str
+    ticks: Mapping[float, str]
+    is_relative: bool  # to uniform attention, by the logarithm; else to the largest weight of the head
+
+    def apply(self, weights: Array, mask: MaskArray | None) -> Array:
+        """Return a number from 0 to 1 for each weight (T, S), and -1 where the mask is False."""
+        if not self.is_relative:
+            return hide(weights / max(float(weights.max()), 1e-9), mask)
+        count = weights.shape[1] if mask is None else mask.sum(-1, keepdims=True)  # keys that a query may attend to
+        decades = np.log10(np.clip(weights * count, LEAST_RATIO, MOST_RATIO) / LEAST_RATIO)
+        return hide(decades / np.log10(MOST_RATIO / LEAST_RATIO), mask)
+
+
+def choose_scale(length: int) -> Scale:
+    """Choose how maps of several heads are coloured, by the number of their tokens.
+
+    A short text: each head from 0 to its largest weight. A long text: how many times a weight is that of uniform
+    attention, by the logarithm, since one large weight would else make all others black.
+    """
+    if length <= MAX_LABELLED:
+        places = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+        return Scale("weight / largest weight of the head", {place: f"{place:g}" for place in places}, False)
+    ticks = {0.0: "1/10 or less", 1 / 3: "1 (uniform)", 2 / 3: "10", 1.0: "100 or more"}
+    return Scale("weight / weight of uniform attention (logarithmic)", ticks, True)
+
+
+def hide(weights: Array, mask: MaskArray | None) -> Array:
+    """Return the weights with -1 where the mask is False."""
+    return weights if mask is None else np.where(mask, weights, -1.0)
+
+
+def reduce_map(values: Array, size: int) -> Array:
+    """Reduce a map to at most `size` pixels in each direction; a pixel is the largest value of its cells."""
+    for axis in (0, 1):
+        length = values.shape[axis]
+        if length > size:
+            starts = np.unique(np.linspace(0, length, size, endpoint=False).astype(int))
+            values = np.maximum.reduceat(values, starts, axis=axis)
+    return values

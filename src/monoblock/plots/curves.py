@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from monoblock.plots.figure import create_figure
-from monoblock.plots.tokens import drawable, shorten
+from monoblock.plots.figure import create_figure, drawable, shorten
 
 # Okabe and Ito (2008): told apart by the colour-blind; line styles tell them apart in black and white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -1,13 +1,31 @@
-"""Draw attention masks."""
+"""Draw attention masks: any, and those of each kind of model (`monoblock demo --picture FILE`).
+
+The latter are built from the configurations by the code that the models run.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from monoblock.nn.masks import Mask, arange_positions
+import torch
+from torch import Tensor
+
+from monoblock.config.families import bert, gpt, t5, vit
+from monoblock.config.knobs import vary
+from monoblock.config.model import AttentionConfig, ModelConfig
+from monoblock.nn.masks import Mask, TokenPositions, arange_positions, everything, mask_from_config
 from monoblock.plots.figure import create_figure, save_figure
+
+SENTENCE = ("the", "cat", "sat", "on", "the", "mat")
+TRANSLATION = (("the", "cat", "sleeps"), ("le", "chat", "dort"))
+PATCHES = tuple(f"part {number}" for number in range(1, 7))
+PREFIX = 3  # tokens of the sentence that are read in both directions
+EMPTY, SELF, ENCODER, CROSS = "#eef0f3", "#2f6fb3", "#3f9b7a", "#e08a2e"  # colours of the cells
+TEXT, QUIET = "#1c2430", "#5b6675"
 
 
 def save_masks(masks: Sequence[tuple[str, Mask]], length: int, path: Path) -> Path:
@@ -31,3 +49,147 @@ def draw_masks(masks: Sequence[tuple[str, Mask]], length: int, *, note: str = ""
     axes[0].set_ylabel("query: position that attends", fontsize=8)
     figure.suptitle(f"dark: may attend{note}", fontsize=9)
     return figure
+
+
+# -- one picture of many models ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One matrix; `colors` has a row for each query and a column for each key, EMPTY where attention is masked."""
+
+    title: str
+    code: str
+    caption: str
+    tokens: Sequence[str]
+    colors: list[list[str]]
+
+
+def save_overview(path: Path, *, narrow: bool = False) -> Path:
+    """Draw the attention masks of four families of models and of two variants of a decoder.
+
+    narrow: in two columns instead of three, for small screens (docs/pictures/overview-narrow.png).
+    """
+    figure = create_figure((5.3, 10.2) if narrow else (10.2, 7.6))
+    figure.patch.set_facecolor("white")
+    title = f"One block, many models:{chr(10) if narrow else ' '}which tokens a token attends to"
+    figure.suptitle(title, fontsize=15, fontweight="bold", color=TEXT)
+    legend = "A row is a token. Its coloured cells are the tokens that it attends to; grey cells are masked."
+    figure.supxlabel(textwrap.fill(legend, 60) if narrow else legend, fontsize=10.5, color=TEXT)
+    figure.get_layout_engine().set(w_pad=0.02 if narrow else 0.16, h_pad=0.1)
+    axes = figure.subplots(3, 2) if narrow else figure.subplots(2, 3)
+    for axis, panel in zip(axes.flat, _panels(), strict=True):
+        _draw(axis, replace(panel, caption=textwrap.fill(panel.caption, 30)) if narrow else panel)
+    save_figure(figure, path)
+    if path.suffix.lower() == ".png":
+        _reduce_colors(path)
+    return path
+
+
+def _reduce_colors(path: Path) -> None:
+    """Store a PNG with a palette, which makes its file a third as large."""
+    from PIL import Image  # matplotlib depends on it
+
+    with Image.open(path) as image:
+        reduced = image.convert("RGB").quantize(48)
+    reduced.save(path, optimize=True)
+
+
+def _panels() -> list[Panel]:
+    decoder = gpt(vocab=9, width=8, depth=1, heads=1, context=9)
+    window = vary(decoder, window=3)
+    prefix = vary(decoder, mask="prefix")
+    encoder = bert(vocab=9, width=8, depth=1, heads=1, context=9)
+    both = t5(vocab=9, width=8, depth=1, heads=1)
+    vision = vit(image=12, patch=4, width=8, depth=1, heads=1, classes=2)
+    first_tokens = torch.arange(len(SENTENCE))[None] < PREFIX
+    return [
+        Panel(
+            "Decoder",
+            "mb.gpt(…)   mb.llama(…)",
+            "itself and the tokens before it:\nto predict the next token",
+            SENTENCE,
+            _color(_self_mask(decoder, "decoder"), SELF),
+        ),
+        Panel(
+            "Encoder",
+            "mb.bert(…)",
+            "all tokens:\nto label, fill or embed a text",
+            SENTENCE,
+            _color(_self_mask(encoder, "encoder"), ENCODER),
+        ),
+        Panel(
+            "Encoder-decoder",
+            "mb.t5(…)   mb.bart(…)",
+            "the source attends to itself (green), the target\nto the source (orange) and to its past (blue)",
+            [word for side in TRANSLATION for word in side],
+            _encoder_decoder_colors(both),
+        ),
+        Panel(
+            "Decoder with a window",
+            "mb.vary(config, window=3)",
+            "itself and the 2 tokens before it:\na small cache, however long the text",
+            SENTENCE,
+            _color(_self_mask(window, "decoder"), SELF),
+        ),
+        Panel(
+            "Decoder with a prefix",
+            'mb.vary(config, mask="prefix")',
+            "the prompt (first 3 tokens) in both directions,\nthe answer from left to right",
+            SENTENCE,
+            _color(_self_mask(prefix, "decoder", first_tokens), SELF),
+        ),
+        Panel(
+            "Vision",
+            "mb.vit(…)",
+            "all parts (patches) of an image:\nto classify it",
+            PATCHES,
+            _color(_self_mask(vision, "encoder"), ENCODER),
+        ),
+    ]
+
+
+def _self_attention(config: ModelConfig, stack: str) -> AttentionConfig:
+    return next(iter(config.stacks[stack].layers())).attention
+
+
+def _self_mask(config: ModelConfig, stack: str, prefix: Tensor | None = None, length: int = len(SENTENCE)) -> Tensor:
+    positions = arange_positions(length)
+    if prefix is not None:
+        positions = TokenPositions(positions.positions, prefix_or_global=prefix)
+    return mask_from_config(_self_attention(config, stack)).dense(positions, positions)[0, 0]
+
+
+def _color(mask: Tensor, color: str) -> list[list[str]]:
+    return [[color if visible else EMPTY for visible in row] for row in mask.tolist()]
+
+
+def _encoder_decoder_colors(config: ModelConfig) -> list[list[str]]:
+    """Return the masks of the encoder, of cross-attention and of the decoder as parts of one matrix."""
+    source, target = map(len, TRANSLATION)
+    encoder = _color(_self_mask(config, "encoder", length=source), ENCODER)
+    cross = _color(everything.dense(arange_positions(target), arange_positions(source))[0, 0], CROSS)
+    decoder = _color(_self_mask(config, "decoder", length=target), SELF)
+    upper = [row + [EMPTY] * target for row in encoder]
+    return upper + [left + right for left, right in zip(cross, decoder, strict=True)]
+
+
+def _draw(axis: Any, panel: Panel) -> None:
+    from matplotlib.patches import Rectangle
+
+    size = len(panel.tokens)
+    for row, colors in enumerate(panel.colors):
+        for column, color in enumerate(colors):
+            axis.add_patch(Rectangle((column + 0.04, row + 0.04), 0.92, 0.92, facecolor=color, linewidth=0))
+    axis.set(xlim=(0, size), ylim=(size, 0), aspect="equal")
+    centres = [index + 0.5 for index in range(size)]
+    axis.set_yticks(centres, panel.tokens, fontsize=10, color=TEXT)
+    axis.set_xticks(centres, panel.tokens, fontsize=10, color=TEXT, rotation=45, ha="left", rotation_mode="anchor")
+    axis.xaxis.tick_top()
+    axis.tick_params(length=0, pad=2)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    axis.set_xlabel(panel.caption, fontsize=10, color=TEXT, labelpad=6)
+    place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "center"}
+    axis.annotate(panel.title, (0.5, 1), xytext=(0, 58), fontsize=13, fontweight="bold", color=TEXT, **place)
+    axis.annotate(panel.code, (0.5, 1), xytext=(0, 44), fontsize=9.5, family="monospace", color=QUIET, **place)

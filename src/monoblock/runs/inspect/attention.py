@@ -18,11 +18,10 @@ from monoblock.inspection.head_scores import (
 )
 from monoblock.inspection.pruning import attention_layers
 from monoblock.inspection.trace import Trace, trace
-from monoblock.plots.attention import draw_attention, draw_head_grid, draw_layer, draw_patch_attention
-from monoblock.plots.attention_scale import choose_scale
+from monoblock.plots.attention import choose_scale, draw_attention, draw_head_grid, draw_layer, draw_patch_attention
 from monoblock.plots.curves import draw_head_statistics
+from monoblock.plots.figure import readable_tokens
 from monoblock.plots.page import AttentionMap, Section, metrics_table
-from monoblock.plots.tokens import readable_tokens
 from monoblock.runs.inspect.inputs import InspectedInput
 from monoblock.runs.inspect.part import Part, Request
 

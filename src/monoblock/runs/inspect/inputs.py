@@ -12,7 +12,7 @@ from torch import Tensor
 from monoblock.config.model import EmbeddingConfig, PatchConfig
 from monoblock.errors import InputError
 from monoblock.model import Transformer
-from monoblock.plots.tokens import check_length, readable_tokens
+from monoblock.plots.figure import check_length, readable_tokens
 from monoblock.runs.pipeline import Pipeline
 from monoblock.tasks.image_inputs import read_pixels
 

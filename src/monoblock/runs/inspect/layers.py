@@ -11,10 +11,10 @@ from monoblock.inspection.position_tables import position_tables
 from monoblock.inspection.residual_stream import describe_text_loss, gradient_norms, logit_lens, residual_norms
 from monoblock.nn.masks import Mask, mask_from_config
 from monoblock.plots.curves import draw_bars, draw_curves, draw_lens
+from monoblock.plots.figure import readable_tokens
 from monoblock.plots.masks import draw_masks
 from monoblock.plots.page import Section
 from monoblock.plots.positions import draw_bias, draw_hands, draw_vectors
-from monoblock.plots.tokens import readable_tokens
 from monoblock.runs.account import account
 from monoblock.runs.inspect.part import Part, Request
 

@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from monoblock.accounting.report import account
-from monoblock.cli.model_options import DTYPES
-from monoblock.cli.output import echo
 from monoblock.errors import MonoblockError
 from monoblock.inference.optimized import optimize
+from monoblock.interop.folder import DTYPE_NAMES
 from monoblock.model import Transformer
 
-DTYPE_NAMES = {name: short for short, name in DTYPES.items()}
+Progress = Callable[[str], None]
 RunFunction = Callable[[list[list[int]], int], Any]
 
 
@@ -249,20 +248,23 @@ def measure_runners(
     batch: int,
     rounds: int,
     prompts: list[list[list[int]]] | None = None,
+    progress: Progress = lambda line: None,
 ) -> dict[str, Any]:
     """Time the named runners and return the report as `--json` prints it.
 
     folder: the folder to which the model is exported, for other libraries to load.
     prompt, new: the number of tokens in a prompt, and the number of tokens to generate.
     prompts: batches of token ids, of which each round uses the next; None uses one random batch (batch, prompt).
+    progress: called with a line before each step.
     """
     parameter = next(iter(model.parameters()))
     setup = BenchSetup(model, folder, str(parameter.device), torch.get_num_threads())
-    runners, unavailable = _build_runners(setup, names)
+    runners, unavailable = _build_runners(setup, names, progress)
     vocabulary = min(part.vocab for part in model.config.inputs.values() if hasattr(part, "vocab"))
     random_batch = torch.randint(1, vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(1)).tolist()
-    times, failed = _time_runners(runners, prompts or [random_batch], new, rounds, parameter.device)
+    times, failed = _time_runners(runners, prompts or [random_batch], new, rounds, parameter.device, progress)
     dtype = str(parameter.dtype).removeprefix("torch.")
+    short_dtype = next(short for short, name in DTYPE_NAMES.items() if name == dtype)
     return {
         "device": setup.device,
         "dtype": dtype,
@@ -272,7 +274,7 @@ def measure_runners(
         "new": new,
         "batch": batch,
         "rounds": rounds,
-        "kv_cache_bytes": account(model.config).kv_cache_bytes(batch, prompt + new, DTYPE_NAMES[dtype]),
+        "kv_cache_bytes": account(model.config).kv_cache_bytes(batch, prompt + new, short_dtype),
         "runners": {
             name: _summarize_times(times[name], runner.weight_bytes, prompt * batch, new * batch)
             for name, runner in runners.items()
@@ -282,7 +284,7 @@ def measure_runners(
     }
 
 
-def _build_runners(setup: BenchSetup, names: list[str]) -> tuple[dict[str, Runner], dict[str, str]]:
+def _build_runners(setup: BenchSetup, names: list[str], progress: Progress) -> tuple[dict[str, Runner], dict[str, str]]:
     """Build the named runners; return them by name, and for each one that is not available the reason."""
     peers = [name for name in names if not name.startswith("monoblock")]
     export_problem = export_for_peers(setup.model, setup.folder) if peers else None
@@ -291,7 +293,7 @@ def _build_runners(setup: BenchSetup, names: list[str]) -> tuple[dict[str, Runne
         try:
             if name in peers and export_problem is not None:
                 raise RunnerUnavailable(export_problem)
-            echo(f"preparing {name}", err=True)
+            progress(f"preparing {name}")
             runners[name] = RUNNERS[name](setup)
         except RunnerUnavailable as problem:
             unavailable[name] = str(problem)
@@ -308,7 +310,7 @@ def _failure(problem: Exception) -> str:
 
 
 def _time_runners(
-    runners: dict[str, Runner], prompts: list[list[list[int]]], new: int, rounds: int, device: Any
+    runners: dict[str, Runner], prompts: list[list[list[int]]], new: int, rounds: int, device: Any, progress: Progress
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Time the runners; return for each its seconds to the first token and to all tokens by round, and its peak memory.
 
@@ -318,7 +320,7 @@ def _time_runners(
     times: dict[str, Any] = {name: {"first": [], "all": [], "peak": None} for name in runners}
     failed: dict[str, str] = {}
     for round_number in range(rounds + 1):
-        echo("warming up" if not round_number else f"round {round_number} of {rounds}", err=True)
+        progress("warming up" if not round_number else f"round {round_number} of {rounds}")
         for name in list(times):
             try:
                 seconds, peak = _time_once(runners[name], prompts[round_number % len(prompts)], new, device)

@@ -15,19 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from monoblock.accounting.report import account
-from monoblock.cli.bench_generation import DEFAULT_RUNNERS, measure_runners
-from monoblock.cli.bench_startup import PROGRAMS, time_startup
-from monoblock.cli.bench_training import OURS, Ceilings, build_models, measure_ceilings, time_models
-from monoblock.cli.bench_translation import (
-    BEAMS,
-    NEW,
-    TRANSLATORS,
-    Shape,
-    build_setup,
-    random_sources,
-    time_translators,
-)
-from monoblock.cli.output import echo
+from monoblock.bench.generation import DEFAULT_RUNNERS, Progress, measure_runners
+from monoblock.bench.startup import PROGRAMS, time_startup
+from monoblock.bench.training import OURS, Ceilings, build_models, measure_ceilings, time_models
+from monoblock.bench.translation import BEAMS, NEW, TRANSLATORS, Shape, build_setup, random_sources, time_translators
 from monoblock.config.model import ModelConfig
 from monoblock.config.presets import preset, tiny
 from monoblock.interop.gguf.writer import save_gguf
@@ -70,6 +61,7 @@ class Options(NamedTuple):
     rounds: int
     is_small: bool
     with_peers: bool
+    progress: Progress = lambda line: None
 
     @property
     def threads(self) -> int:
@@ -113,7 +105,9 @@ def decoding_rows(options: Options, sizes: Sizes, ceilings: Ceilings) -> Iterato
     model = Transformer(sizes.gpt).to(options.device, options.dtype).eval()
     with tempfile.TemporaryDirectory(prefix="monoblock-bench-") as folder:
         names = options.select(DEFAULT_RUNNERS)
-        report = measure_runners(model, Path(folder), names, sizes.prompt, sizes.new, 1, options.rounds)
+        report = measure_runners(
+            model, Path(folder), names, sizes.prompt, sizes.new, 1, options.rounds, progress=options.progress
+        )
     flops = account(sizes.gpt).flops(1, sizes.prompt).forward / sizes.prompt
     prefill, decode = f"prefill, {sizes.prompt} tokens", f"decoding, {sizes.new} tokens"
     for name, row in report["runners"].items():
@@ -177,11 +171,11 @@ TASKS: dict[str, Callable[[Options, Sizes, Ceilings], Iterator[Row]]] = {
 def measure_all(options: Options) -> dict[str, Any]:
     """Measure every task, and return the report as `--json` prints it."""
     sizes = choose_sizes(options)
-    echo("measuring the ceilings", err=True)
+    options.progress("measuring the ceilings")
     ceilings = measure_ceilings(options.device, options.dtype, options.is_small)
     rows: list[Row] = []
     for name, measure in TASKS.items():
-        echo(f"measuring {name}", err=True)
+        options.progress(f"measuring {name}")
         rows += measure(options, sizes, ceilings)
     device = torch.device(options.device)
     return {

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from monoblock.cli.bench_generation import RunnerUnavailable, silence_transformers
+from monoblock.bench.generation import RunnerUnavailable, silence_transformers
 from monoblock.config.families import vaswani
 from monoblock.inference.engine import Engine
 from monoblock.inference.optimized import optimize

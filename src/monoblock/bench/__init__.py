@@ -1,0 +1,1 @@
+"""Measure the speed and the memory of this machine, beside other installed libraries."""
