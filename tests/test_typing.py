@@ -32,7 +32,7 @@ from monoblock.tasks.labels import Prediction
 from monoblock.tasks.loaded_model import Hypothesis
 from monoblock.tasks.masked_lm import FilledText
 from monoblock.tasks.question_answering import AnswerSpan
-from monoblock.tasks.tag_words import TaggedText
+from monoblock.tasks.token_classification import TaggedText
 
 run = mb.train("gpt-tiny", {"train.steps": 20}, out="runs/x", callbacks=[print], progress=False)
 print(run.folder.name, run.metrics["val_loss"] + 1, run.model.config.width, run.recipe.train.lr)

@@ -20,7 +20,7 @@ from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.masked_lm import FilledText, fill_masks
 from monoblock.tasks.prediction_options import AnswerOptions, PredictionOptions, is_single, list_inputs
 from monoblock.tasks.question_answering import AnswerSpan, answer_questions
-from monoblock.tasks.tag_words import TaggedText, split_words, tag_words
+from monoblock.tasks.token_classification import TaggedText, split_words, tag_words
 
 
 @dataclass

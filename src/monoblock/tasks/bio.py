@@ -7,6 +7,7 @@ is the same scheme with L for E and U for S. Other labels, such as parts of spee
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -175,29 +176,18 @@ class MatchCounts(NamedTuple):
     def f1(self) -> float:
         return 200 * self.correct / (self.predicted + self.gold) if self.predicted + self.gold else 0.0
 
-    def __add__(self, other: object) -> MatchCounts:
-        assert isinstance(other, MatchCounts)
-        return MatchCounts(self.correct + other.correct, self.predicted + other.predicted, self.gold + other.gold)
-
 
 def count_entities(predictions: Iterable[Sequence[str]], references: Iterable[Sequence[str]]) -> dict[str, MatchCounts]:
     """Count entities by type; a predicted entity is correct if a gold entity has the same type, start and end."""
-    counts: dict[str, MatchCounts] = {}
+    correct, predicted, gold = Counter[str](), Counter[str](), Counter[str]()
     for predicted_labels, gold_labels in zip(predictions, references, strict=True):
-        predicted, gold = set(extract_entities(predicted_labels)), set(extract_entities(gold_labels))
-        for entities, unit in (
-            (predicted & gold, MatchCounts(correct=1)),
-            (predicted, MatchCounts(predicted=1)),
-            (gold, MatchCounts(gold=1)),
-        ):
-            for entity in entities:
-                counts[entity.kind] = counts.get(entity.kind, MatchCounts()) + unit
-    return dict(sorted(counts.items()))
+        found, expected = set(extract_entities(predicted_labels)), set(extract_entities(gold_labels))
+        for counts, entities in ((correct, found & expected), (predicted, found), (gold, expected)):
+            counts.update(entity.kind for entity in entities)
+    kinds = sorted(predicted.keys() | gold.keys())
+    return {kind: MatchCounts(correct[kind], predicted[kind], gold[kind]) for kind in kinds}
 
 
 def sum_counts(counts: dict[str, MatchCounts]) -> MatchCounts:
     """Return the sum of the counts of all types; its F1 is the micro average, the first one that conlleval prints."""
-    total = MatchCounts()
-    for type_counts in counts.values():
-        total = total + type_counts
-    return total
+    return MatchCounts(*(sum(column) for column in zip(*counts.values(), strict=True)))

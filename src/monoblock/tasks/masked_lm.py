@@ -16,14 +16,14 @@ from monoblock.tasks.labels import Prediction
 from monoblock.tasks.task import Task, TrainingDefaults
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
-    from monoblock.data.batching.plans import BatchIndices
     from monoblock.tasks.batching import LongTextMode, ProgressCallback
     from monoblock.tasks.input_template import EncodedInput
     from monoblock.tasks.loaded_model import LoadedModel
-    from monoblock.tasks.task_data import TaskData, TaskInputs
-    from monoblock.training.collate import TensorBatch
+    from monoblock.tasks.task_data import Collate, TaskData, TaskInputs
 
 MASK = "[MASK]"  # what users write for the mask token, whatever it is called in the tokenizer
 MASK_RATE = 0.15
@@ -93,7 +93,7 @@ class MaskedLM(Task):
 # -- documents --------------------------------------------------------------------------------------------------------
 
 
-def _build_document_data(inputs: TaskInputs, *, collate: partial[tuple[dict[str, Tensor], Tensor]]) -> TaskData:
+def _build_document_data(inputs: TaskInputs, *, collate: Collate) -> TaskData:
     """Build the training data of a recipe: each row is a document, truncated to the context.
 
     Documents have the same special tokens as the inputs of a classifier, so that fine-tuning does not change the
@@ -102,42 +102,29 @@ def _build_document_data(inputs: TaskInputs, *, collate: partial[tuple[dict[str,
     import numpy as np
 
     from monoblock.tasks.input_template import InputTemplate
-    from monoblock.tasks.task_data import EVALUATION_SEED, TaskData
-    from monoblock.training.collate import TensorBatch
+    from monoblock.tasks.task_data import group_for_evaluation
 
-    recipe, tokenizer, valid, special = inputs.recipe, inputs.text_tokenizer, inputs.valid, inputs.special_tokens
-    section, template, sampler = recipe.train, InputTemplate(tokenizer, inputs.max_length), inputs.sampler
-    texts = _nonempty_texts(inputs.train)
+    tokenizer, valid, sampler = inputs.text_tokenizer, inputs.valid, inputs.sampler
+    template, texts = InputTemplate(tokenizer, inputs.max_length), _nonempty_texts(inputs.train)
     encoded = [template(ids) for ids in tokenizer.encode_batch(texts)]
-    documents, num_truncated = [row.ids for row in encoded], sum(row.num_truncated > 0 for row in encoded)
-    if not documents:
+    num_truncated = sum(row.num_truncated > 0 for row in encoded)
+    if not encoded:
         raise InputError("all documents of the corpus are empty; give a corpus that contains text")
 
-    def sample(index: int, epoch: int) -> dict[str, Any]:
-        ids = documents[index]
+    def load(index: int, epoch: int) -> NDArray[np.int64]:
+        row = encoded[index]
         if sampler is not None:
-            ids = template(sampler(texts[index], epoch=epoch, index=index)).ids
-        return {"ids": np.array(ids, np.int64), "sample": index}
-
-    def build(rows: list[dict[str, Any]], epoch: int, seed: int) -> TensorBatch:
-        return TensorBatch(*collate(rows, special, seed=seed, epoch=epoch), epoch, [row["sample"] for row in rows])
-
-    def build_batch(batch: BatchIndices) -> TensorBatch:
-        return build([sample(int(index), batch.epoch) for index in batch.indices], batch.epoch, section.seed)
+            row = template(sampler(texts[index], epoch=epoch, index=index))
+        return np.array(row.ids, np.int64)
 
     validation = [] if valid is None else [template(ids).ids for ids in tokenizer.encode_batch(_nonempty_texts(valid))]
-
-    def evaluation_batches() -> Iterator[TensorBatch]:
-        for rows in _iterate_rows(validation, section.batch):
-            yield build(rows, 0, EVALUATION_SEED)
-
-    return TaskData(
-        tokenizer,
-        special,
-        inputs.bucket_plan([len(ids) for ids in documents]),
-        build_batch,
-        evaluation_batches if validation else None,
-        summary=f"{len(documents):,} texts to train on{inputs.truncation_note(num_truncated)}",
+    return inputs.corrupted_data(
+        collate,
+        inputs.bucket_plan([len(row.ids) for row in encoded]),
+        load,
+        lambda index: np.array(validation[index], np.int64),
+        group_for_evaluation([len(ids) for ids in validation], inputs.recipe.train.batch),
+        f"{len(encoded):,} texts to train on{inputs.truncation_note(num_truncated)}",
     )
 
 
@@ -146,26 +133,18 @@ def _nonempty_texts(corpus: Corpus) -> list[str]:
     return [text for text in corpus.texts() if text.strip()]
 
 
-def _iterate_rows(texts: Sequence[Sequence[int]], batch: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield batches of texts, given as token ids, of similar length.
-
-    The batches are in random order, so that the first few are representative of all.
-    """
-    import numpy as np
-
-    from monoblock.tasks.task_data import group_for_evaluation
-
-    for indices in group_for_evaluation([len(ids) for ids in texts], batch):
-        yield [{"ids": np.array(texts[index], np.int64), "sample": index} for index in indices]
-
-
 def _iterate_documents(
     loaded: LoadedModel, corpus: Corpus, request: EvaluationRequest, batch: int
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield batches of single texts, with special tokens and truncated as in training."""
+    import numpy as np
+
+    from monoblock.tasks.task_data import group_for_evaluation
+
     template = loaded.input_template(loaded.training_length(request.context))
-    texts = loaded.tokenizer.encode_batch(_nonempty_texts(corpus))
-    return _iterate_rows([template(ids).ids for ids in texts], batch)
+    texts = [template(ids).ids for ids in loaded.tokenizer.encode_batch(_nonempty_texts(corpus))]
+    for indices in group_for_evaluation([len(ids) for ids in texts], batch):
+        yield [{"ids": np.array(texts[index], np.int64), "sample": index} for index in indices]
 
 
 def _iterate_blocks(

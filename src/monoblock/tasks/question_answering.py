@@ -159,7 +159,8 @@ class QuestionEncoder:
         self.num_truncated = 0  # questions truncated so far
         self.template = InputTemplate(tokenizer)
         self.num_special_tokens = sum(token is not None for token, _ in self.template.pair)
-        self.question_index = next(index for index, (token, _) in enumerate(self.template.pair) if token is None)
+        self.question_index, context_index = (n for n, (token, _) in enumerate(self.template.pair) if token is None)
+        self.num_separators = context_index - self.question_index - 1
         minimum = self.num_special_tokens + 4
         if max_length is not None and max_length < minimum:
             raise ConfigError(
@@ -183,10 +184,8 @@ class QuestionEncoder:
 
     def _encode_window(self, question_ids: list[int], ids: list[int], offsets: list[Span]) -> ContextWindow:
         encoded = self.template(question_ids, ids)
-        gap = next(
-            index for index, (token, _) in enumerate(self.template.pair[self.question_index + 1 :]) if token is None
-        )
-        return ContextWindow(encoded.ids, encoded.segments, self.question_index + len(question_ids) + gap, offsets)
+        start = self.question_index + len(question_ids) + self.num_separators
+        return ContextWindow(encoded.ids, encoded.segments, start, offsets)
 
 
 def _window_bounds(length: int, size: int, stride: int | None) -> Iterator[Span]:

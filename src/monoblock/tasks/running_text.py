@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.data.batching.blocks import BlockDataset, EvaluationWindow, Packing, ResampledBlocks, evaluation_windows
@@ -20,7 +19,7 @@ from monoblock.data.batching.shards import TokenDataset
 from monoblock.data.corpora.load import Corpus, load_corpus
 from monoblock.errors import ConfigError
 from monoblock.recipes.schema import Recipe
-from monoblock.tasks.task_data import EVALUATION_SEED, TaskData, TaskInputs, special_token_ids
+from monoblock.tasks.task_data import EVALUATION_SEED, Collate, TaskData, TaskInputs, special_token_ids
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import TensorBatch
 
@@ -194,35 +193,28 @@ def _collate_windows(windows: list[EvaluationWindow]) -> TensorBatch:
     return TensorBatch({"source": ids[:, :-1].contiguous()}, labels, 0, [])
 
 
-def build_denoising_data(inputs: TaskInputs, *, collate: Callable[..., tuple[dict[str, Tensor], Tensor]]) -> TaskData:
+def build_denoising_data(inputs: TaskInputs, *, collate: Collate) -> TaskData:
     """Build the training data of a recipe: blocks of fixed length, some tokens of which `collate` corrupts."""
-    recipe, tokenizer, train, valid = inputs.recipe, inputs.text_tokenizer, inputs.train, inputs.valid
-    context, special, section = require_context(inputs.max_length), inputs.special_tokens, recipe.train
-    if recipe.data.packing == "contiguous":
+    context, section = require_context(inputs.max_length), inputs.recipe.train
+    if inputs.recipe.data.packing == "contiguous":
         raise ConfigError(f"data.packing=contiguous is not for train.objective={section.objective}; write stream")
+    blocks = build_blocks(inputs, tokenize_corpus(inputs.train, inputs.text_tokenizer), context, "stream")
+    validation, batches = None, list[range]()
+    if inputs.valid is not None:
+        tokens = tokenize_corpus(inputs.valid, inputs.text_tokenizer)
+        validation = BlockDataset(tokens, min(context, max(1, len(tokens) - 1)))  # a shorter text is one block
+        starts = range(0, len(validation), section.batch)
+        batches = [range(start, min(start + section.batch, len(validation))) for start in starts]
 
-    def build(blocks: Blocks, samples: Sequence[int], epoch: int, seed: int) -> TensorBatch:
-        rows = [{"ids": blocks.sample(n, epoch, seed)["ids"][:-1], "sample": n} for n in samples]
-        return TensorBatch(*collate(rows, special, seed=seed, epoch=epoch), epoch, list(samples))
-
-    blocks = build_blocks(inputs, tokenize_corpus(train, tokenizer), context, "stream")
-    validation = None
-    if valid is not None:
-        tokens = tokenize_corpus(valid, tokenizer)
-        validation = BlockDataset(
-            tokens, min(context, max(1, len(tokens) - 1))
-        )  # a text shorter than the context is one block
-
-    def evaluation() -> Iterator[TensorBatch]:
+    def load_validation(index: int) -> NDArray[np.int64]:
         assert validation is not None
-        for first in range(0, len(validation), section.batch):
-            yield build(validation, range(first, min(first + section.batch, len(validation))), 0, EVALUATION_SEED)
+        return validation.sample(index, 0, EVALUATION_SEED)["ids"][:-1]
 
-    return TaskData(
-        tokenizer,
-        special,
+    return inputs.corrupted_data(
+        collate,
         inputs.fixed_plan(len(blocks)),
-        lambda batch: build(blocks, batch.indices.tolist(), batch.epoch, section.seed),
-        None if validation is None else evaluation,
-        summary=f"{len(blocks):,} blocks of {context} tokens to train on",
+        lambda index, epoch: blocks.sample(index, epoch, section.seed)["ids"][:-1],
+        load_validation,
+        batches,
+        f"{len(blocks):,} blocks of {context} tokens to train on",
     )

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
@@ -136,6 +138,39 @@ class TaskInputs:
             evaluation = partial(iterate_evaluation_batches, validation, batch_size, function)
         plan = plan or self.bucket_plan(samples.lengths)
         return TaskData(self.tokenizer, self.special_tokens, plan, build_batch, evaluation, **facts)
+
+    def corrupted_data(
+        self,
+        collate: Collate,
+        plan: BatchPlan,
+        load: Callable[[int, int], NDArray[np.int64]],
+        load_validation: Callable[[int], NDArray[np.int64]],
+        validation_batches: Sequence[Sequence[int]],
+        summary: str,
+    ) -> TaskData:
+        """Return the data for training on texts whose tokens `collate` corrupts, differently in every epoch.
+
+        load, load_validation: functions that return the ids of a training text (index, epoch) or validation text.
+        validation_batches: the indices of the validation texts in each batch.
+        """
+
+        def build(ids: Iterable[NDArray[np.int64]], indices: Sequence[int], epoch: int, seed: int) -> TensorBatch:
+            rows = [{"ids": row, "sample": index} for index, row in zip(indices, ids, strict=True)]
+            return TensorBatch(*collate(rows, self.special_tokens, seed=seed, epoch=epoch), epoch, list(indices))
+
+        def build_batch(batch: BatchIndices) -> TensorBatch:
+            indices = batch.indices.tolist()
+            return build((load(n, batch.epoch) for n in indices), indices, batch.epoch, self.recipe.train.seed)
+
+        def evaluation() -> Iterator[TensorBatch]:
+            for indices in validation_batches:
+                yield build(map(load_validation, indices), indices, 0, EVALUATION_SEED)
+
+        has_validation = bool(validation_batches)
+        special = self.special_tokens
+        return TaskData(
+            self.tokenizer, special, plan, build_batch, evaluation if has_validation else None, summary=summary
+        )
 
     def task_data(
         self,

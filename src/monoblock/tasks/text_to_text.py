@@ -27,7 +27,7 @@ from monoblock.metrics.text import accuracy
 from monoblock.recipes.schema import DataSection, Recipe
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.pairs import Seq2SeqSection, collect_references, prepare_pairs, prepare_splits
-from monoblock.tasks.seq2seq import Seq2Seq
+from monoblock.tasks.seq2seq import Seq2Seq, score_translations
 from monoblock.tasks.splits import CorpusSplits, load_splits
 from monoblock.tasks.text_splitting import split_sentences
 
@@ -92,7 +92,6 @@ class TextToText(Seq2Seq):
     def evaluate(self, loaded: LoadedModel, request: EvaluationRequest, /) -> Evaluation:
         """Compute the metrics of each task; with several, the names of metrics begin with the task's."""
         from monoblock.tasks.translate import best_translations
-        from monoblock.tasks.translation_scores import score_translations
 
         section = loaded.section(TextToTextSection)
         translation_metrics = partial(score_translations, lowercase=request.lowercase)
@@ -120,7 +119,6 @@ class TextToText(Seq2Seq):
     def score_validation(self, loaded: LoadedModel, rows: Sequence[Pair], count: int, /) -> dict[str, float]:
         """Return metrics on the first `count` validation sources of each task that fit into the context."""
         from monoblock.tasks.translate import best_translations, fits_context
-        from monoblock.tasks.translation_scores import score_translations
 
         tasks = group_by_task(rows, loaded.section(TextToTextSection))
         metrics: dict[str, float] = {}

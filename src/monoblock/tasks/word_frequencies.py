@@ -18,12 +18,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from monoblock.data.readers.records import Pair
 from monoblock.errors import FileError, InputError
 from monoblock.metrics.text import References, accuracy
-from monoblock.tasks.loaded_model import Hypothesis
 from monoblock.untrusted_files import read_json
+
+if TYPE_CHECKING:
+    from monoblock.tasks.loaded_model import Hypothesis
 
 CANDIDATE_WEIGHTS = tuple(n / 100 for n in (0, *range(1, 11), 12, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200))
 

@@ -12,9 +12,9 @@ from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.tasks.backtranslation import BacktranslationMethod
 from monoblock.tasks.loaded_model import Hypothesis
 from monoblock.tasks.pairs import Seq2SeqSection, collect_references, mix_pairs, prepare_pairs
+from monoblock.tasks.seq2seq import target_language
 from monoblock.tasks.tags import TagAwareEncoder
 from monoblock.tasks.text_splitting import decode_lines, split_text
-from monoblock.tasks.translation_scores import target_language
 from monoblock.tasks.word_alignment import format_pharaoh, hard_alignment, word_indices
 from monoblock.tasks.word_frequencies import WordFrequencies, tune_weight
 from monoblock.tokenizers.tokenizer import Tokenizer
