@@ -31,7 +31,7 @@ from monoblock.cli.bench import print_report
 from monoblock.inference.engine import Engine
 from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import Settings
-from monoblock.kernels.cpu.processor import processor_name
+from monoblock.kernels.cpu.library import processor_name
 
 RESULTS = Path(__file__).with_name("results") / "decode-cpu.md"
 COMMON_KEYS = ("device", "dtype", "threads", "torch", "prompt", "new", "batch", "rounds", "kv_cache_bytes")

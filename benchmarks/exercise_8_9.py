@@ -19,7 +19,7 @@ import torch
 from _report import commit, device_name, write_section
 
 import monoblock as mb
-from monoblock.kernels.cpu.processor import processor_name
+from monoblock.kernels.cpu.library import processor_name
 
 RESULTS = Path(__file__).with_name("results") / "exercise-8-9.md"
 RECIPES = {"Transformer": "exercise-8-9", "LSTM": "exercise-8-9-lstm"}

@@ -98,10 +98,6 @@ def pack_groups(bits: int, group: int) -> PrepareWeight:
     return lambda weight: tuple(part for part in pack(weight, bits, group) if part is not None)
 
 
-def monoblock_kernel(kind: str) -> Product:
-    return lambda x, *parts: getattr(torch.ops.monoblock, f"linear_{kind}")(x, *parts, None)
-
-
 def list_implementations() -> list[Implementation]:
     implementations = [
         Implementation("fp32  F.linear", keep_weight, F.linear),
@@ -129,19 +125,14 @@ def list_implementations() -> list[Implementation]:
     if not kernels.is_ready:
         print(f"the kernels of monoblock are not available: {kernels.reason}")
         return implementations
+    ours = torch.ops.monoblock.linear
     return [
         *implementations,
-        Implementation("fp32  our kernel", keep_weight, monoblock_kernel("dense")),
-        Implementation("bf16  our kernel, fp32 x", cast_to(torch.bfloat16), monoblock_kernel("dense")),
-        Implementation("int8  our kernel, groups of 32", pack_groups(8, 32), monoblock_kernel("int8")),
-        Implementation("int8  our kernel, groups of 64", pack_groups(8, 64), monoblock_kernel("int8")),
-        Implementation(
-            "int8  our kernel, one group per row", lambda w: pack_groups(8, w.shape[1])(w), monoblock_kernel("int8")
-        ),
-        *(
-            Implementation(f"int4  our kernel, groups of {size}", pack_groups(4, size), monoblock_kernel("int4"))
-            for size in (32, 64, 128)
-        ),
+        Implementation("fp32  our kernel", keep_weight, ours),
+        Implementation("int8  our kernel, groups of 32", pack_groups(8, 32), ours),
+        Implementation("int8  our kernel, groups of 64", pack_groups(8, 64), ours),
+        Implementation("int8  our kernel, one group per row", lambda w: pack_groups(8, w.shape[1])(w), ours),
+        *(Implementation(f"int4  our kernel, groups of {size}", pack_groups(4, size), ours) for size in (32, 64, 128)),
     ]
 
 

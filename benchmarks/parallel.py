@@ -27,7 +27,7 @@ from _report import device_name, write_section
 
 import monoblock as mb
 from monoblock.config.families import gpt
-from monoblock.kernels.cpu.processor import processor_name
+from monoblock.kernels.cpu.library import processor_name
 from monoblock.parallel.strategy import DataParallel, FullySharded, TensorParallel
 from monoblock.parallel.world import World, init_distributed
 from monoblock.training.loss import CrossEntropyLoss

@@ -18,7 +18,7 @@ import time
 from datetime import date
 from pathlib import Path
 
-from monoblock.kernels.cpu.processor import processor_name
+from monoblock.kernels.cpu.library import processor_name
 from monoblock.runs.recipe import parse_recipe
 from monoblock.runs.train import prepare_run
 from monoblock.training.events import CheckpointEvent, StepEvent

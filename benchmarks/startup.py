@@ -19,7 +19,7 @@ from _report import commit, write_section
 import monoblock as mb
 from monoblock.bench.startup import PROGRAMS, time_startup
 from monoblock.interop.gguf.writer import save_gguf
-from monoblock.kernels.cpu.processor import processor_name
+from monoblock.kernels.cpu.library import processor_name
 
 RESULTS = Path(__file__).with_name("results") / "startup-cpu.md"
 

@@ -31,7 +31,7 @@ from monoblock.bench.training import (
     time_models,
     time_step,
 )
-from monoblock.kernels.cpu.processor import processor_name
+from monoblock.kernels.cpu.library import processor_name
 
 RESULTS = Path(__file__).with_name("results") / "train-cpu.md"
 GROUPS = {  # group -> prefixes of operator names; the first match counts

@@ -29,7 +29,7 @@ from monoblock.bench.translation import (
     random_sources,
     time_translators,
 )
-from monoblock.kernels.cpu.processor import processor_name
+from monoblock.kernels.cpu.library import processor_name
 
 RESULTS = Path(__file__).with_name("results") / "translate-cpu.md"
 

@@ -28,7 +28,7 @@ import torch
 from _report import commit, device_name, write_section
 
 from monoblock.config.model import AttentionConfig
-from monoblock.kernels.cpu.processor import processor_name
+from monoblock.kernels.cpu.library import processor_name
 from monoblock.nn import attention
 from monoblock.nn.attention import BANDED, Attention, AttentionContext, prepare
 from monoblock.nn.masks import arange_positions, mask_from_config

@@ -2,7 +2,7 @@
 
 import pytest
 
-from monoblock.kernels.cpu import processor
+from monoblock.kernels.cpu import library
 
 X86 = "processor\t: 0\nmodel name\t: Intel(R) Xeon(R) Processor @ 2.50GHz\nflags\t\t: fpu avx2\n"
 ARM = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: {part}\n"
@@ -21,5 +21,5 @@ def test_the_name_is_that_of_cpuinfo_or_of_the_arm_part(content, name, tmp_path,
     file = tmp_path / "cpuinfo"
     if content is not None:
         file.write_text(content)
-    monkeypatch.setattr(processor, "CPUINFO", file)
-    assert processor.processor_name() == name
+    monkeypatch.setattr(library, "CPUINFO", file)
+    assert library.processor_name() == name

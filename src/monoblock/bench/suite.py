@@ -22,7 +22,7 @@ from monoblock.bench.translation import BEAMS, NEW, TRANSLATORS, Shape, build_se
 from monoblock.config.model import ModelConfig
 from monoblock.config.presets import preset, tiny
 from monoblock.interop.gguf.writer import save_gguf
-from monoblock.kernels.cpu.processor import processor_name
+from monoblock.kernels.cpu.library import processor_name
 from monoblock.model import Transformer
 
 COLUMNS = ("task", "runner", "speed", "unit", "of monoblock", "of the ceiling", "ceiling")

@@ -477,12 +477,8 @@ def choose_next_norms(stack: Stack) -> list[NextNorms]:
             is_plain = block.config.norm_place == "pre" and block.config.residual == "sequential" and name != "cross"
             norm, sublayer = getattr(block, f"{name}_norm"), getattr(block, name)
             first, last = getattr(sublayer, "fused", None), getattr(sublayer, "output", getattr(sublayer, "down", None))
-            is_rms = (
-                norm is not None
-                and norm.config.kind == "rms"
-                and not norm.config.unit_offset
-                and norm.weight is not None
-            )
+            config = None if norm is None or norm.weight is None else norm.config
+            is_rms = config is not None and config.kind == "rms" and not config.unit_offset
             reads_norm = isinstance(first, FusedQuantizedLinear) and has_kernel(first.matrix, stack.config.width)
             if isinstance(sublayer, FeedForward) and sublayer.config.activation not in ACTIVATION_CODES:
                 reads_norm = False  # a product of its own reads the norm as well

@@ -29,7 +29,7 @@ from monoblock.experiments.frame.settings import (
     write_toy_corpus,
 )
 from monoblock.experiments.names import load_experiment
-from monoblock.kernels.cpu.processor import processor_name
+from monoblock.kernels.cpu.library import processor_name
 from monoblock.metrics.table import format_measure
 from monoblock.runs.recipe import build_model_config, read_recipe
 from monoblock.training.runtime import check_device

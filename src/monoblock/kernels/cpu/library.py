@@ -32,6 +32,15 @@ COMPILERS = ("g++", "clang++", "c++")
 COMPILER_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 COMPILER_TIMEOUT = 300  # seconds
 VERSION_TIMEOUT = 30
+CPUINFO = Path("/proc/cpuinfo")
+ARM_PARTS = {  # "CPU part" of /proc/cpuinfo -> name
+    "0xd08": "Cortex-A72",
+    "0xd0b": "Cortex-A76",
+    "0xd0c": "Neoverse-N1",
+    "0xd40": "Neoverse-V1",
+    "0xd49": "Neoverse-N2",
+    "0xd4f": "Neoverse-V2",
+}
 ROOT = 0  # the user id that may replace any file anyway
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _LOADING = threading.Lock()
@@ -157,12 +166,19 @@ def _build_hash(command: list[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
+def processor_name() -> str:
+    """Return the name of this machine's processor, for tables of measurements, or "CPU" if it is unknown."""
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in _cpuinfo())}
+    return fields.get("model name") or ARM_PARTS.get(fields.get("CPU part", "")) or "CPU"
+
+
 def _processor_features() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "CPU part"))}))
+    features = sorted({line for line in _cpuinfo() if line.startswith(("flags", "Features", "CPU part"))})
+    return "\n".join(features) or platform.processor()
+
+
+def _cpuinfo() -> list[str]:
+    return CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.is_file() else []
 
 
 # -- stored libraries -----------------------------------------------------------------------------------------------
