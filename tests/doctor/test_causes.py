@@ -425,7 +425,7 @@ IDS = torch.randint(1, VOCAB, (2, 6), generator=torch.Generator().manual_seed(0)
         ({"kind": "casual"}, "did you mean 'causal'"),
         ({"mask_argument": "atention_mask"}, "no such argument.*did you mean 'attention_mask'"),
         ({"documents_argument": "docs"}, "no such argument"),
-        ({"pad_id": 61}, "pad_id=61 is no id of the model, which knows 0 to 60"),
+        ({"pad_id": 61}, "pad_id=61 is not a token id of the model, whose ids are 0 to 60"),
         ({"batch": IDS}, r"batch= takes two tensors, \(ids, labels\)"),
         ({"batch": (IDS, IDS[:1])}, "as many rows"),
         ({"batch": (IDS, IDS), "loss": divide_by_zero}, r"loss\(logits, labels\) failed .*division by zero"),

@@ -79,14 +79,12 @@ def _draw_tokens(exam: Examination, finding: Finding | None) -> Panels:
     change = measure(exam.states, ids, exam.subject.other_tokens(ids), places)[index]
     allowed = expected_dependence(exam, length)[index][:, index]
     names = tuple(str(place) for place in places)
-    panels = [_panel(exam, "measured", change, allowed, names, names), _mask_panel(allowed, names, names)]
+    panels = _panels(exam, change, allowed, names, names)
     record, layer = _attention(exam) if ids is exam.ids else (None, 0)
     if record is not None:
-        panel = Panel(
-            f"attention, layer {layer}", _rows(_largest_weights(record)), _rows(_visible(exam, layer)), names, names
-        )
-        panels.append(replace(panel, row_axis="query", column_axis="key"))
-    return Panels("which tokens the output at each position depends on", tuple(panels))
+        weights, visible = _rows(_largest_weights(record)), _rows(_visible(exam, layer))
+        panels += (Panel(f"attention, layer {layer}", weights, visible, names, names, "query", "key"),)
+    return Panels("which tokens the output at each position depends on", panels)
 
 
 def _draw_rows(exam: Examination, finding: Finding) -> Panels:
@@ -98,10 +96,12 @@ def _draw_rows(exam: Examination, finding: Finding) -> Panels:
         changed[row] = others[row]
         columns.append((exam.run(changed).float() - old).abs().flatten(1).amax(1) / max(float(old.std()), 1e-6))
     names, change = tuple(str(row) for row in range(len(ids))), torch.stack(columns, 1).nan_to_num(1.0).cpu()
-    allowed = torch.eye(len(ids), dtype=torch.bool)
-    panels = [_panel(exam, "measured", change, allowed, names, names), _mask_panel(allowed, names, names)]
-    named = [replace(panel, row_axis="output of row", column_axis="row that is changed") for panel in panels]
-    return Panels("which rows of a batch an output depends on", tuple(named))
+    panels = _panels(
+        *(exam, change, torch.eye(len(ids), dtype=torch.bool), names, names),
+        row_axis="output of row",
+        column_axis="row that is changed",
+    )
+    return Panels("which rows of a batch an output depends on", panels)
 
 
 def _draw_documents(exam: Examination, finding: Finding) -> Panels:
@@ -127,8 +127,7 @@ def _draw_with(exam: Examination, option: str, value: Tensor, allowed: Tensor, c
     places, value = range(exam.ids.shape[1]), value.to(exam.ids.device)
     others, names = exam.subject.other_tokens(exam.ids), tuple(str(place) for place in places)
     change = measure(lambda ids: exam.run(ids, **{option: value.expand(ids.shape)}), exam.ids, others, places)
-    panels = (_panel(exam, "measured", change, allowed, names, names), _mask_panel(allowed, names, names))
-    return Panels(caption, panels)
+    return Panels(caption, _panels(exam, change, allowed, names, names))
 
 
 def _draw_source(exam: Examination, finding: Finding) -> Panels:
@@ -145,9 +144,8 @@ def _draw_source(exam: Examination, finding: Finding) -> Panels:
     rows = tuple(str(place) for place in range(ids.shape[1]))
     columns = (*(str(place) for place in range(length - PAD)), *["pad"] * PAD)
     allowed = mask[0].bool().cpu().expand(len(rows), -1)
-    panels = (_panel(exam, "measured", change, allowed, rows, columns), _mask_panel(allowed, rows, columns))
-    axis = "position of the source that is changed"
-    return Panels("which tokens of a source an output depends on", tuple(replace(p, column_axis=axis) for p in panels))
+    panels = _panels(exam, change, allowed, rows, columns, column_axis="position of the source that is changed")
+    return Panels("which tokens of a source an output depends on", panels)
 
 
 def _draw_padding(exam: Examination, finding: Finding) -> Panels:
@@ -169,29 +167,25 @@ def _draw_padding(exam: Examination, finding: Finding) -> Panels:
     plain, output = exam.run(ids).float().view_as(run(padded)), run(padded).float()
     moved = (output - plain).abs().flatten(2).amax(-1)[0] / max(float(plain.std()), 1e-6)
     none = torch.zeros(len(rows), 1, dtype=torch.bool)
-    bar = _panel(exam, "change by padding", moved.nan_to_num(1.0)[:, None].cpu(), none, rows, ("",))
+    shades = _rows(_shades(exam, moved.nan_to_num(1.0)[:, None].cpu()))
+    bar = Panel("change by padding", shades, _rows(none), rows, ("",), column_axis="")
     side = "left" if is_left else "right"
-    return Panels(
-        f"what outputs depend on with {PAD} tokens of padding on the {side}, and what the padding changes",
-        (
-            _panel(exam, "measured", change, allowed, rows, columns),
-            _mask_panel(allowed, rows, columns),
-            replace(bar, column_axis=""),
-        ),
-    )
+    caption = f"what outputs depend on with {PAD} tokens of padding on the {side}, and what the padding changes"
+    return Panels(caption, (*_panels(exam, change, allowed, rows, columns), bar))
 
 
-def _panel(
-    exam: Examination, title: str, change: Tensor, allowed: Tensor, rows: tuple[str, ...], columns: tuple[str, ...]
-) -> Panel:
-    """Return a panel of changes: 0 for what rounding explains, and otherwise 0.3 to 1 on a logarithmic scale."""
-    limit, top = exam.subject.tolerance, max(float(change.max()), 1e-12)
-    shares = 1 + 0.15 * (change.clamp(min=1e-12) / top).log10()
-    return Panel(title, _rows(shares.clamp(0.3, 1).where(change > limit, 0.0)), _rows(allowed), rows, columns)
+def _panels(
+    exam: Examination, change: Tensor, allowed: Tensor, rows: tuple[str, ...], columns: tuple[str, ...], **axes: str
+) -> tuple[Panel, ...]:
+    """Return a panel of measured changes, and one of what may change."""
+    found = {"measured": _shades(exam, change), "expected": 0.6 * allowed.float()}
+    return tuple(Panel(title, _rows(shades), _rows(allowed), rows, columns, **axes) for title, shades in found.items())
 
 
-def _mask_panel(allowed: Tensor, rows: tuple[str, ...], columns: tuple[str, ...]) -> Panel:
-    return Panel("expected", _rows(0.6 * allowed.float()), _rows(allowed), rows, columns)
+def _shades(exam: Examination, change: Tensor) -> Tensor:
+    """Return 0 for changes that rounding explains, and otherwise 0.3 to 1 on a logarithmic scale."""
+    shares = 1 + 0.15 * (change.clamp(min=1e-12) / max(float(change.max()), 1e-12)).log10()
+    return shares.clamp(0.3, 1).where(change > exam.subject.tolerance, 0.0)
 
 
 def _attention(exam: Examination) -> tuple[AttentionRecord | None, int]:
@@ -204,9 +198,7 @@ def _attention(exam: Examination) -> tuple[AttentionRecord | None, int]:
 
 def _largest_weights(record: AttentionRecord) -> Tensor:
     """Return the largest weight of all heads and rows, (T, S)."""
-    used = record.used_weights
-    weights = used if used is not None and used.shape == record.weights.shape else record.weights
-    return weights.detach().float().nan_to_num().amax(0).clamp(0, 1).cpu()
+    return record.final_weights.detach().float().nan_to_num().amax(0).clamp(0, 1).cpu()
 
 
 def _rows(matrix: Tensor) -> tuple[tuple[float, ...], ...]:

@@ -65,7 +65,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[PlainOptions, Extras]:
 
 
 def check_names(options: Mapping[str, Any]) -> None:
-    """Raise InputError for a keyword argument that there is not."""
+    """Raise InputError for an unknown keyword argument."""
     public = [*DiagnoseOptions.__annotations__]
     unknown = next((name for name in options if name not in public and name not in EXTRAS), None)
     if unknown is not None:
@@ -104,7 +104,7 @@ def make_subject(model: Any, options: PlainOptions) -> Subject:
             f"{model!r:.60} cannot be examined; give a model, a folder, or a function that maps ids (B, T) to logits"
         )
     if not isinstance(model, nn.Module) and options.vocab is None:
-        raise InputError("a function does not say how many token ids it knows; give vocab=61")
+        raise InputError("the size of the vocabulary of a function is not known; give vocab=61")
     return PlainSubject(model, options)
 
 
@@ -120,7 +120,7 @@ def diagnose_model(
 
     checks: as in `mb.diagnose`.
     cheap: run only the checks that take a few passes.
-    max_seconds: begin no further check after this time.
+    max_seconds: start no check after this time.
     options: the fields of `PlainOptions` and `Extras`.
     """
     started = time.perf_counter()
@@ -133,7 +133,9 @@ def diagnose_model(
         subject = make_subject(model, about_model)
         subject.asked_length = about_model.length
         if named_pad_id is not None and not 0 <= named_pad_id < max(subject.vocab, 1):
-            raise InputError(f"pad_id={named_pad_id} is no id of the model, which knows 0 to {subject.vocab - 1}")
+            raise InputError(
+                f"pad_id={named_pad_id} is not a token id of the model, whose ids are 0 to {subject.vocab - 1}"
+            )
         chosen = [c for c in CHECKS if (names is None or c.name in names) and not (cheap and c.is_slow)]
         exam = Examination(subject, extras)
         if _is_compiled(model):
@@ -147,7 +149,7 @@ def _is_compiled(model: Any) -> bool:
 
 
 def _names_of_checks(checks: str | Sequence[str] | None) -> list[str] | None:
-    """Return the names of checks as a list; raise InputError for one that there is not."""
+    """Return the names of checks as a list; raise InputError for an unknown one."""
     if checks is None:
         return None
     names = [name.strip() for name in checks.split(",") if name.strip()] if isinstance(checks, str) else list(checks)

@@ -17,7 +17,7 @@ from monoblock.doctor.subject import Subject, difference
 
 @dataclass
 class TrainingHistory:
-    """What a run has written down: its settings, and the losses of its steps."""
+    """What a run has logged: its settings, and the losses of its steps."""
 
     steps: Sequence[Mapping[str, float]] = ()  # step, loss, lr, grad_norm
     evaluations: Sequence[Mapping[str, float]] = ()  # step, val_loss
@@ -30,7 +30,7 @@ class TrainingHistory:
     weight_decay: float | None = None
     starts_fresh: bool = True  # from random weights
     uniform_loss: float | None = None  # ln V, or ln of the number of classes
-    epochs: float | None = None  # how often the data were read
+    epochs: float | None = None  # passes over the data
 
 
 @dataclass

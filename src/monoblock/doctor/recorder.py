@@ -3,7 +3,7 @@
 A `Recorder` sees every PyTorch operation of a forward pass, also inside a plain function.  It recognizes attention by
 its steps: a product of queries and keys, a softmax over it, and a product with the values.  On the way it follows for
 each tensor whether it depends on the token ids, by which numbers it was multiplied, how often it was rotated by
-position, and of which terms it is a sum: results of products with weights, rows of tables.
+position, and which terms it sums: results of products with weights, rows of tables.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KEEPS = _names(
 
 # Products with weights, whose result is a term of its own.
 PRODUCTS = _names("mm addmm bmm baddbmm matmul linear convolution _addmm_activation")
-# Operations of which norms are made.
+# Operations that norms are computed with.
 NORMS = _names(
     "native_layer_norm _fused_rms_norm native_batch_norm _native_batch_norm_legit_no_training native_group_norm "
     "linalg_vector_norm rsqrt sqrt std norm"
@@ -80,6 +80,12 @@ class AttentionRecord:
     def size(self) -> int:
         """K, the size of a query."""
         return self.query.shape[-1]
+
+    @property
+    def final_weights(self) -> Tensor:
+        """The weights (N, T, S) that the values were multiplied by, where they are known."""
+        used = self.used_weights
+        return used if used is not None and used.shape == self.weights.shape else self.weights
 
     @property
     def visible(self) -> Tensor:
@@ -151,7 +157,7 @@ class Recorder:
     lookups: list[TableLookup] = field(default_factory=list)
     token_tables: list[tuple[int, int]] = field(default_factory=list)  # shapes of tables that ids are looked up in
     products: list[Product] = field(default_factory=list)
-    norms: int = 0  # operations of which norms are made
+    norms: int = 0  # operations that norms are computed with
     same_adds: int = 0  # additions of one and the same vector to all tokens, before the first attention
     random_draws: int = 0
     states: Tensor | None = None  # the last result with a vector for each token, (B, T, D)
@@ -165,7 +171,7 @@ class Recorder:
         self._in_fused = False
         self._count = 0  # of terms
         self._results: dict[int, Tensor] = {}  # of products, by their numbers
-        self._unmasked: dict[int, Tensor] = {}  # scores of which masked_fill made a masked copy
+        self._unmasked: dict[int, Tensor] = {}  # scores that masked_fill has copied
         self._written: set[int] = set()  # memory that values which depend on the ids were written into
         for tensor in inputs:
             self._set(tensor, _Lineage(depends=True))
@@ -191,7 +197,7 @@ class Recorder:
         self._lineages[id(tensor)] = (tensor, lineage)  # holding the tensor keeps its id from being used again
 
     def observe(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Take note of one operation."""
+        """Record one operation."""
         if self._in_fused:
             return
         if name in ("native_dropout", "bernoulli", "bernoulli_", "rand", "rand_like", "normal_", "uniform_"):
@@ -247,7 +253,7 @@ class Recorder:
         if name in ID_FREE:
             return _UNKNOWN
         if name == "embedding":
-            return self._note_lookup(args[0], args[1])
+            return self._record_lookup(args[0], args[1])
         if name in ("mul", "mul_", "div", "div_"):
             return self._multiplied(args, result, divide=name.startswith("div"))
         if name in ("bmm", "baddbmm", "mm") or (name == "matmul" and len(tensors) == 2):
@@ -255,7 +261,7 @@ class Recorder:
         if name in ("_softmax", "softmax", "_safe_softmax", "special_softmax"):
             return self._softmax(args[0], int(args[1]), result)
         if name in ("add", "add_"):
-            self._note_position_add(args[0], args[1])
+            self._record_position_add(args[0], args[1])
         if name in COPIES or name in KEEPS:
             known = [self._get(t) for t in tensors]
             special = next((k for k in known if k.scores is not None or k.record is not None), None)
@@ -263,7 +269,7 @@ class Recorder:
             return replace(first, depends=depends, rotations=max((k.rotations for k in known), default=0))
         return _Lineage(depends=depends)
 
-    def _note_lookup(self, table: Tensor, indices: Any) -> _Lineage:
+    def _record_lookup(self, table: Tensor, indices: Any) -> _Lineage:
         depends = self._get(indices).depends
         if depends:
             self.token_tables.append((table.shape[0], table.shape[1]))
@@ -328,8 +334,8 @@ class Recorder:
         self.attentions.append(record)
         return _Lineage(depends=True, record=record)
 
-    def note_fused(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
-        """Take note of a call of scaled_dot_product_attention: its scores and weights are computed again."""
+    def record_fused(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+        """Record a call of scaled_dot_product_attention: its scores and weights are computed again."""
         query, key = self._get(q), self._get(k)
         if not query.depends:
             return
@@ -362,8 +368,8 @@ class Recorder:
 
     # -- positions ------------------------------------------------------------------------------------------------
 
-    def _note_position_add(self, a: Any, b: Any) -> None:
-        """Take note of an addition of vectors that depend on the position and not on the ids."""
+    def _record_position_add(self, a: Any, b: Any) -> None:
+        """Record an addition of vectors that depend on the position and not on the ids."""
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
             return
         x, added = (a, b) if self._get(a).depends else (b, a)
@@ -438,13 +444,13 @@ class _Operations(TorchDispatchMode):
             names = [argument.name for argument in func._schema.arguments]
             given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
             options = {"attn_mask": given.get("attn_bias"), **given}
-            recorder.note_fused(given["query"], given["key"], given["value"], options)
+            recorder.record_fused(given["query"], given["key"], given["value"], options)
         recorder.observe(name, args, kwargs or {}, result)
         return result
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Takes note of scaled_dot_product_attention, which is one operation or several, depending on its inputs."""
+    """Records scaled_dot_product_attention, which is one operation or several, depending on its inputs."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -463,7 +469,7 @@ class _FusedAttention(TorchFunctionMode):
         recorder = self.recorder
         with recorder._paused():
             out = func(*args, **kwargs)
-        recorder.note_fused(q, k, v, options)
+        recorder.record_fused(q, k, v, options)
         is_known = recorder._get(q).depends
         recorder._set(out, _Lineage(is_known, terms=frozenset([recorder.attentions[-1].term] if is_known else [])))
         return out

@@ -62,7 +62,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class NotChecked:
-    """A check that did not run: why, and what to pass so that it does."""
+    """A check that did not run: why, and what to pass to run it."""
 
     reason: str
     how: str = ""  # "": the check does not apply to the model

@@ -66,8 +66,10 @@ class Subject:
     positions_argument: str | None = None  # the argument that takes the position of each token
     generation: Mapping[str, Any] | None = None  # the default decoding options that the model holds
     own_loss: Callable[[Tensor, Tensor], Tensor] | None = None  # that its forward computes, of logits and labels
-    unset_tokens: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # ids in them that nobody has chosen
-    inverted_mask: float | None = None  # the change by a mask of tokens only, if the argument turns out to be inverted
+    unset_tokens: Mapping[str, tuple[int, ...]] = MappingProxyType(
+        {}
+    )  # token ids in it that are only defaults of the configuration class
+    inverted_mask: float | None = None  # the change under a mask without padding, if the mask is inverted
 
     def __init__(self) -> None:
         self.declared = Declared()
@@ -151,7 +153,7 @@ class Subject:
         return ids.to(self.device)
 
     def other_tokens(self, ids: Tensor) -> Tensor:
-        """Return ids that differ from these at every place."""
+        """Return ids that differ from these at every position."""
         low = 5 if self.vocab > 20 else 1 if self.vocab > 2 else 0
         span = self.vocab - low
         changed = low + (ids - low + max(1, span // 2)) % span

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from monoblock.experiments.frame.experiment import Experiment
+from monoblock.experiments.frame.training import train_and_evaluate
+
 # WikiText-2 by words: 2,000 steps of 8,192 words, eight passes over the corpus.
 LANGUAGE_MODEL = (
     *("model.width=256", "model.depth=6", "model.heads=8", "model.hidden=1024", "model.context=256"),
@@ -42,11 +45,24 @@ TRANSLATION_SMOKE = (
     *("generate.max_new_tokens=8", "generate.scored_rows=0"),
 )
 
-# What experiments that train small language models share.
-WORD_TRIALS: dict[str, Any] = {
-    "recipe": "wikitext2",
-    "stand_in": TEXT_STAND_IN,
-    "toy": "text",
-    "data": "WikiText-2 by words, test split",
-}
-SUBWORD_TRIALS = {**WORD_TRIALS, "data": "WikiText-2 by 4,096 subwords, test split"}
+
+def experiment_on_words(**fields: Any) -> Experiment:
+    """Return an experiment with small language models of words; `fields` is what is particular to it."""
+    shared: dict[str, Any] = {
+        "measure": train_and_evaluate,
+        "recipe": "wikitext2",
+        "changes": LANGUAGE_MODEL,
+        "stand_in": TEXT_STAND_IN,
+        "toy": "text",
+        "smoke": TEXT_SMOKE,
+        "budget": LANGUAGE_MODEL_BUDGET,
+        "data": "WikiText-2 by words, test split",
+        "columns": ("loss", "perplexity", "validation_loss", "training_loss", "parameters", "seconds_training"),
+    }
+    return Experiment(**{**shared, **fields})
+
+
+def experiment_on_subwords(**fields: Any) -> Experiment:
+    """Return an experiment with small language models of 4,096 subwords; `fields` is what is particular to it."""
+    shared = {"changes": (*SUBWORD_MODEL, *NO_DROPOUT), "data": "WikiText-2 by 4,096 subwords, test split"}
+    return experiment_on_words(**{**shared, **fields})

@@ -47,6 +47,11 @@ AGAINST: dict[Verdict, Verdict] = {  # what a rule against a claim says about it
 }
 
 
+def _weak(place: str, text: str, experiment: str, rules: tuple[int, ...], caveat: str) -> Claim:
+    """Return a claim that its experiment is too weak to contradict."""
+    return Claim(place, text, experiment, rules, caveat=caveat, can_contradict=False)
+
+
 FEW_PASSES = "the budget is five passes over the corpus, too few to overfit"
 ONE_STACK = "one initialization of one stack"
 SMALL_MODEL = "one small pre-norm model with warm-up, whose gradients have no spikes"
@@ -63,26 +68,12 @@ CLAIMS = (
     Claim("A, pre-norm; E §8.5.3", "in post-norm the gradients of layers differ by depth", "norm-placement", (2,)),
     Claim("C, question 3", "without residuals, a layer passes on 0.9 of the gradient (an example)", "residuals", (3,)),
     Claim("C, question 3; B §06", "without residuals, gradients can vanish", "residuals", (1, 5)),
-    Claim(
-        "C, question 3",
-        "without residuals, gradients can explode",
-        "residuals",
-        (6,),
-        caveat=ONE_STACK,
-        can_contradict=False,
-    ),
+    _weak("C, question 3", "without residuals, gradients can explode", "residuals", (6,), ONE_STACK),
     Claim("A, pre-norm; C, question 3; E §8.5.2", "residuals deliver gradients at full strength", "residuals", (2,)),
     Claim("B §06; D, residual connections", "deep networks without residuals do not train", "residuals", (4,)),
     Claim("A, five ingredients; E §8.1.3", "attention needs its other components", "components", tuple(range(8))),
-    Claim(
-        "B §10",
-        "dropout is the most important regularization",
-        "components",
-        (9,),
-        caveat=FEW_PASSES,
-        can_contradict=False,
-    ),
-    Claim("B §14", "gradient clipping is not optional", "components", (10,), caveat=SMALL_MODEL, can_contradict=False),
+    _weak("B §10", "dropout is the most important regularization", "components", (9,), FEW_PASSES),
+    _weak("B §14", "gradient clipping is not optional", "components", (10,), SMALL_MODEL),
     Claim("A, debugging", "position blind means garbage", "components", (8,)),
     Claim("A, positions; B §03", "sinusoids generalise to longer sequences", "positions", (6,)),
     Claim("E §8.4.5", "ALiBi extrapolates to longer sequences", "positions", (0,)),

@@ -25,10 +25,13 @@ from monoblock.experiments.budgets import TEXT_SMOKE
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.runner import read_trial_results
-from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics, trial_recipe
+from monoblock.experiments.frame.training import (
+    evaluate_trial,
+    train_and_load,
+    trial_recipe,
+)
 from monoblock.metrics.text import perplexity
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.account import account
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.train import prepare_run
 from monoblock.tasks.running_text import build_test_data
@@ -115,9 +118,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
             steps = _steps_in_time(trial, recipe)
     more = [*small, f"train.lr={lr}", f"train.steps={steps}", f"train.warmup={min(300, steps // 10)}"]
     recipe = trial_recipe(trial, more)
-    yield from train_run(recipe, trial.run_folder, trial.data)
-    pipe = load_run(trial.run_folder, recipe)
-    metrics = {"parameters": account(pipe.model).parameters, **training_metrics(trial.run_folder)}
+    pipe, metrics = yield from train_and_load(trial, recipe)
     metrics |= {"lr": float(lr), "steps": steps, "training_perplexity": perplexity(metrics["training_loss"])}
     if "lr" not in values:
         metrics |= _test(trial, pipe, recipe)
@@ -126,9 +127,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
 
 def _measure_exercise(trial: Trial, recipe: Recipe) -> Iterator[str | Metrics]:
     """Train a recipe of exercise 8.9 as the exercise says, and report its training perplexity."""
-    yield from train_run(recipe, trial.run_folder, trial.data)
-    pipe = load_run(trial.run_folder, recipe)
-    metrics = {"parameters": account(pipe.model).parameters, **training_metrics(trial.run_folder)}
+    pipe, metrics = yield from train_and_load(trial, recipe)
     metrics["training_perplexity"] = perplexity(metrics["training_loss"])
     yield {**metrics, **_test(trial, pipe, recipe)}
 

@@ -17,11 +17,10 @@ from monoblock.config.schema import check_at_least, check_types
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
-from monoblock.experiments.frame.training import load_run, train_run, training_metrics
+from monoblock.experiments.frame.training import train_and_load
 from monoblock.experiments.reversal import accuracy_by_length, parse_lengths, strings_folder, write_strings
 from monoblock.model import Transformer
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.account import account
 from monoblock.runs.recipe import read_recipe
 
 SHORT, LONG = 10, 50  # letters of the text whose logits are compared, and of its neighbour
@@ -49,13 +48,11 @@ def measure_norms(trial: Trial) -> Iterator[str | Metrics]:
     """Train a model that reverses strings; measure its accuracy by length and the effect of a neighbour."""
     lengths = parse_lengths(trial.options.lengths)
     folder, recipe = strings_folder(trial.folder, lengths, trial.options.pairs), _norm_recipe(trial)
-    yield from train_run(recipe, trial.run_folder, trial.data)
-    pipe = load_run(trial.run_folder, recipe)
+    pipe, metrics = yield from train_and_load(trial, recipe)
     assert isinstance(pipe.model, Transformer)
     exact = accuracy_by_length(pipe, folder, lengths, trial.options.limit)
     yield {
-        **training_metrics(trial.run_folder),
-        "parameters": account(pipe.model).parameters,
+        **metrics,
         "reversal_accuracy": exact,
         "accuracy": sum(exact.values()) / len(exact),
         "neighbour_change": neighbour_change(pipe.model, trial.seed),

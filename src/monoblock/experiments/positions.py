@@ -40,17 +40,14 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
     if trial.arm.values.get("frequencies"):
         yield _measure_frequencies(trial)
         return
-    for event in train_and_load(trial, ("train.steps=3",) if trial.smoke else ()):
-        if isinstance(event, str):
-            yield event
-            continue
-        pipe, recipe, metrics = event
-        blocks, sliding = {}, {}
-        for multiple in MULTIPLES if trial.arm.name != "learned" else MULTIPLES[:1]:
-            loaded = _scale_rotary(pipe, multiple) if trial.arm.values.get("yarn") else pipe.loaded
-            blocks[str(multiple)] = _perplexity(loaded, recipe, trial, multiple, sliding=False)
-            sliding[str(multiple)] = _perplexity(loaded, recipe, trial, multiple, sliding=True)
-        yield {**metrics, "perplexity": blocks, "perplexity_sliding": sliding, "perplexity_1": blocks["1"]}
+    recipe = trial_recipe(trial, ("train.steps=3",) if trial.smoke else ())
+    pipe, metrics = yield from train_and_load(trial, recipe)
+    blocks, sliding = {}, {}
+    for multiple in MULTIPLES if trial.arm.name != "learned" else MULTIPLES[:1]:
+        loaded = _scale_rotary(pipe, multiple) if trial.arm.values.get("yarn") else pipe.loaded
+        blocks[str(multiple)] = _perplexity(loaded, recipe, trial, multiple, sliding=False)
+        sliding[str(multiple)] = _perplexity(loaded, recipe, trial, multiple, sliding=True)
+    yield {**metrics, "perplexity": blocks, "perplexity_sliding": sliding, "perplexity_1": blocks["1"]}
 
 
 def _measure_frequencies(trial: Trial) -> Metrics:

@@ -26,7 +26,7 @@ from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Tri
 from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.settings import recipe_changes, toy_path, write_toy_corpus
-from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics
+from monoblock.experiments.frame.training import evaluate_trial, train_and_load
 from monoblock.experiments.reversal import (
     accuracy_by_length,
     parse_lengths,
@@ -34,7 +34,6 @@ from monoblock.experiments.reversal import (
     write_strings,
 )
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.account import account
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.recipe import read_recipe, task_of_recipe
 from monoblock.runs.train import prepare_run
@@ -97,9 +96,7 @@ def _pairs_folder(trial: Trial) -> Path:
 def measure(trial: Trial) -> Iterator[str | Metrics]:
     """Train the model of an arm; measure its accuracy at each length, and the time of a training pass."""
     recipe = _recipe(trial)
-    yield from train_run(recipe, trial.run_folder, trial.data)
-    pipe = load_run(trial.run_folder, recipe)
-    metrics = {"parameters": account(pipe.model).parameters, **training_metrics(trial.run_folder)}
+    pipe, metrics = yield from train_and_load(trial, recipe)
     if trial.options.recipe != DEFAULT_RECIPE:
         yield {**metrics, **evaluate_trial(trial, pipe, recipe, limit=trial.options.limit)}
         return

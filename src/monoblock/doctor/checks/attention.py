@@ -32,15 +32,15 @@ def check_scale(exam: Examination) -> Finding | None:
             continue  # a constant of the author's, with which a model trains
         if type(exam.subject).__name__ == "TransformersSubject" and record.scale < 0.99:
             continue  # a factor of its own that the configuration does not state
-        what = "are not divided by sqrt(head size)" if ratio > 1 else "are divided by sqrt(head size) more than once"
+        fault = "are not divided by sqrt(head size)" if ratio > 1 else "are divided by sqrt(head size) more than once"
         if math.isclose(record.scale, record.size**0.5, rel_tol=0.02):
-            what = "are multiplied by sqrt(head size) instead of divided by it"
+            fault = "are multiplied by sqrt(head size) instead of divided by it"
         if divisor is not None:
-            what = f"are divided by {divisor}"
+            fault = f"are divided by {divisor}"
         return finding(
             "fail" if ratio > 1 else "warn",
             {"factor": record.scale, "expected": expected, "head_size": record.size, "layer": layer},
-            f"the scores {what}: "
+            f"the scores {fault}: "
             + (
                 "they grow with the head size, the softmax saturates, and its gradient vanishes"
                 if ratio > 1
@@ -100,22 +100,23 @@ def check_mask_after_softmax(exam: Examination) -> Finding | None:
         sums = used.float().sum(-1)
         if bool(((sums - 1).abs() <= 1e-2).all()):
             continue
+        evidence = {"smallest_row_sum": float(sums.nan_to_num().min()), "expected": 1.0, "layer": layer}
         if torch.equal(used, record.weights.mT):
             return fail(
-                {"smallest_row_sum": float(sums.nan_to_num().min()), "expected": 1.0, "layer": layer},
+                evidence,
                 "the weights are transposed before they meet the values: query i takes from key j what query j should "
                 "take from key i, so weights do not sum to 1, and a mask of the future shows only the future",
                 "multiply them as they are: y = weights @ v, without a transpose",
                 "weights are transposed",
             )
         if record.softmax_axis != -1:
-            return _axis_finding(exam, record.softmax_axis, sums, layer)
+            return _axis_finding(exam, record, {**evidence, "largest_row_sum": float(sums.nan_to_num().max())})
         # Weights that were 0 before were masked before the softmax as well: then the sums are right.
         dropped = (record.weights > 0) & (used == 0)
         if not bool(dropped.any()) and bool(sums.isfinite().all()):
             continue
         return fail(
-            {"smallest_row_sum": float(sums.nan_to_num().min()), "expected": 1.0, "layer": layer},
+            evidence,
             "the mask is applied after the softmax: masked keys still count in the denominator, so weights do not sum "
             "to 1 and the future leaks in through it",
             "mask the scores, then take the softmax: scores.masked_fill(~mask, -inf).softmax(-1)",
@@ -123,17 +124,10 @@ def check_mask_after_softmax(exam: Examination) -> Finding | None:
     return None
 
 
-def _axis_finding(exam: Examination, axis: int, sums: Tensor, layer: int) -> Finding:
+def _axis_finding(exam: Examination, record: AttentionRecord, evidence: dict[str, float]) -> Finding:
     """Report a softmax over another axis than the keys, and whether it lets a token see later ones."""
-    leak = find_leak(exam, exam.ids)[0] if exam.is_causal else 0.0
-    evidence = {
-        "smallest_row_sum": float(sums.nan_to_num().min()),
-        "largest_row_sum": float(sums.nan_to_num().max()),
-        "expected": 1.0,
-        "axis": axis,
-        "layer": layer,
-    }
-    others = softmax_over(exam.recorded.attentions[layer])
+    leak, axis = find_leak(exam, exam.ids)[0] if exam.is_causal else 0.0, record.softmax_axis
+    others, evidence = softmax_over(record), {**evidence, "axis": axis}
     reason = (
         f"the softmax is taken over the wrong axis, {axis}: {others} instead of keys (-1). The weights of a query do "
         f"not sum to 1, and {others} share the weight of a key"
@@ -206,13 +200,13 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
     return float((a - b).norm()) <= 1e-4 * float(b.norm())
 
 
-def _heads_finding(what: str, heads: list[int], layer: int, count: int) -> Finding:
+def _heads_finding(kind: str, heads: list[int], layer: int, count: int) -> Finding:
     reason = {
         "dead": f"heads {heads} of layer {layer} add nothing: their output is zero",
         "duplicate": f"heads {heads} of layer {layer} have equal queries, keys and values, so one of them is wasted",
-    }[what]
+    }[kind]
     return warn(
-        {f"{what}_heads": len(heads) if what == "dead" else 2, "heads": count, "layer": layer},
+        {f"{kind}_heads": len(heads) if kind == "dead" else 2, "heads": count, "layer": layer},
         reason,
         "initialize each head with its own random numbers, and check that slices of the projections do not overlap; "
         "heads that stay useless can be pruned",

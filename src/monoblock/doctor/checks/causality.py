@@ -24,6 +24,8 @@ MASK_FIX = (
     f"hide the keys after each query in every layer, before the softmax: scores = scores.masked_fill({HIDDEN}, "
     "float('-inf'))"
 )
+KEEPS_STATE = "the model keeps something from one call to the next, such as a state or a cache in self"
+STATE_FIX = "start every call with an empty state, pass the state and return it: logits, state = model(ids, state)"
 MODULE_FIX = f"hide the keys after each query in every layer: self.attention(x, x, x, attn_mask={HIDDEN})"
 FUSED_FIX = (
     "hide the keys after each query in every layer: F.scaled_dot_product_attention(q, k, v, is_causal=True), or "
@@ -72,9 +74,8 @@ def _batch_finding(exam: Examination, run: Run, output: Tensor, evidence: dict[s
     if again := exam.is_off(run(ids), output):
         return fail(
             {**evidence, "difference_after_other_calls": again},
-            "the same ids give another output after other calls: the model keeps something from one call to the next, "
-            "such as a state or a cache in self",
-            "begin every call anew; take the state as an argument and return it: logits, state = model(ids, state)",
+            f"the same ids give another output after other calls: {KEEPS_STATE}",
+            STATE_FIX,
         )
     if name := _layer_with_time_first(exam):
         return fail(
@@ -219,10 +220,10 @@ def _cause(exam: Examination, ids: Tensor, reaches: list[int]) -> tuple[str, str
         if (found := _heads_not_transposed(exam)) is not None:
             return found
         if reach < T - 2 and reach <= 2 * min(reaches):  # as far from every place
-            what = "a convolution or a shift reads later tokens"
+            reason = "a convolution or a shift reads later tokens"
             fix = "pad convolutions on the left only: F.pad(x, (kernel - 1, 0)); shift to the right only"
         elif reach < T - 2:
-            what = (
+            reason = (
                 "a reshape without a transpose mixes heads and positions, or tokens are chosen from the whole text (as "
                 "by experts that choose their tokens), since some places see further than others"
             )
@@ -231,12 +232,14 @@ def _cause(exam: Examination, ids: Tensor, reaches: list[int]) -> tuple[str, str
                 ".reshape(B, T, width); let each token choose its experts, router(x).topk(k, dim=-1)"
             )
         else:
-            what = "a norm or a mean over the sequence, or a reshape without a transpose that mixes heads and positions"
+            reason = (
+                "a norm or a mean over the sequence, or a reshape without a transpose that mixes heads and positions"
+            )
             fix = (
                 "normalize over the features only, x.mean(-1, keepdim=True); merge heads by "
                 ".transpose(1, 2).reshape(B, T, width)"
             )
-        return f"the mask of attention is right, but information crosses positions outside attention: {what}", fix
+        return f"the mask of attention is right, but information crosses positions outside attention: {reason}", fix
     where = "" if len(leaking) == len(records) else f" in layer {leaking[0]}"
     return _mask_cause(records[leaking[0]], where, fix)
 
@@ -262,34 +265,27 @@ def _cause_without_attention(exam: Examination, *, is_all: bool) -> tuple[str, s
                 "pad on the left only: F.pad(x, ((kernel - 1) * dilation, 0)) before nn.Conv1d(…, padding=0)",
             )
     if is_all:
-        what = "no causal mask is applied, or a norm, a sum or a recurrence runs over the whole text"
+        reason = "no causal mask is applied, or a norm, a sum or a recurrence runs over the whole text"
     else:
-        what = "a mask that is off by one, or a convolution"
+        reason = "a mask that is off by one, or a convolution"
     fix = "; pad convolutions on the left only; take sums up to each place, x.cumsum(1)"
-    return f"{what} (no attention was recorded that could tell)", MASK_FIX + fix
+    return f"{reason} (no attention was recorded that could tell)", MASK_FIX + fix
 
 
 def _later(record: AttentionRecord) -> Tensor:
     """Return which weights on later keys are not 0, (T, S), of any row and head."""
-    used = record.used_weights
-    weights = used if used is not None and used.shape == record.weights.shape else record.weights
-    return (weights.float().nan_to_num() > SEEN).any(0).triu(1)
+    return (record.final_weights.float().nan_to_num() > SEEN).any(0).triu(1)
 
 
 def _mask_cause(record: AttentionRecord, where: str, fix: str) -> tuple[str, str]:
     later, T = _later(record), record.weights.shape[-1]
     distance = (torch.arange(T)[None, :] - torch.arange(T)[:, None]).to(later.device)
     if not bool((record.weights.float().nan_to_num() > SEEN).any(0).tril(-1).any()):
-        return (
-            f"the mask is inverted{where}: query i sees the keys after it and none before it",
-            fix,
-        )
+        return f"the mask is inverted{where}: query i sees the keys after it and none before it", fix
     farthest = int(distance[later].max())
     if farthest <= 2 < T - 1:
-        return (
-            f"the mask is off by {'one' if farthest == 1 else 'two'}{where}: query i also sees key i + {farthest}",
-            fix,
-        )
+        number = "one" if farthest == 1 else "two"
+        return f"the mask is off by {number}{where}: query i also sees key i + {farthest}", fix
     value, is_added = _value_of_mask(record, distance > 0)
     if value is not None and value > 0 and is_added:
         return (
@@ -414,18 +410,14 @@ def check_window(exam: Examination) -> Outcome:
         expected = T if window is None else min(T, window if is_causal else 2 * window - 1)
         seen = int(record.visible.sum(-1).max())
         if seen != expected:
-            return _window_finding(window or T, seen if is_causal else (seen + 1) // 2, f"layer {layer}")
+            size, seen = window or T, seen if is_causal else (seen + 1) // 2
+            return fail(
+                {"window": size, "keys_seen": seen, "where": f"layer {layer}"},
+                f"the window is {size}, but a query sees {seen} keys (itself included)"
+                + ("; off by one" if abs(seen - size) == 1 else ""),
+                f"allow the keys with 0 <= i - j < {size}, not {size + 1} or {size - 1}",
+            )
     return None
-
-
-def _window_finding(window: int, seen: int, where: str) -> Finding:
-    return fail(
-        {"window": window, "keys_seen": seen, "where": where},
-        f"the window is {window}, but a query sees {seen} keys (itself included)"
-        + ("; off by one" if abs(seen - window) == 1 else ""),
-        f"allow the keys with 0 <= i - j < {window}: with {window} in place of {window + 1} or {window - 1} at the "
-        "edge",
-    )
 
 
 @check("no output depends on tokens after it and after the prefix", "tokens", "per_token", "prefix")

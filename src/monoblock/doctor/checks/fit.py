@@ -198,11 +198,11 @@ def check_context(exam: Examination) -> Outcome:
     return None
 
 
-def _context_finding(what: str, length: int, context: int, verdict: Any) -> Finding:
+def _context_finding(name: str, length: int, context: int, verdict: Any) -> Finding:
     return finding(
         verdict,
         {"length": length, "context": context},
-        f"{what} has {length} tokens, but the model was built for {context}: positions beyond were never trained, or "
+        f"{name} has {length} tokens, but the model was built for {context}: positions beyond were never trained, or "
         "do not exist",
         f"cut texts to {context} tokens, or use a model with a longer context",
     )
@@ -352,9 +352,9 @@ def _check_repetition(exam: Examination, options: Mapping[str, Any]) -> Finding 
         return _generation({"no_repeat_ngram_size": 1}, reason, "write 3 or more, or 0", "warn")
     penalty = options.get("repetition_penalty", 1.0)
     if _above(penalty, MAX_REPETITION_PENALTY) or (isinstance(penalty, float) and penalty < 1):
-        what = "tokens that occurred are almost forbidden" if penalty > 1 else "repetition is rewarded"
+        effect = "tokens that occurred are almost forbidden" if penalty > 1 else "repetition is rewarded"
         evidence = {"repetition_penalty": penalty, "usual": 1.2}
-        return _generation(evidence, f"repetition_penalty={penalty:g}: {what}", "write 1 (none) to 1.5", "warn")
+        return _generation(evidence, f"repetition_penalty={penalty:g}: {effect}", "write 1 (none) to 1.5", "warn")
     return None
 
 

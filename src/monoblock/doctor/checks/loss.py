@@ -20,7 +20,7 @@ from monoblock.doctor.report import Finding, NotChecked, Outcome
 from monoblock.doctor.subject import hooks
 
 OVERFIT_STEPS, MAX_OVERFIT_STEPS = 40, 160  # more than 40 only while the loss falls
-SHIFTS = (1, 0, 2, 3, -1)  # places that labels may be ahead; the right one first, as all of them fit a repeated token
+SHIFTS = (1, 0, 2, 3, -1)  # positions that labels may be ahead; the right one first, since all fit a repeated token
 AGREES = 0.9  # share of equal labels
 
 
@@ -51,7 +51,7 @@ def check_label_shift(exam: Examination) -> Finding | None:
 
 
 def _check_sign(reading: Reading) -> Finding | None:
-    """Look for a training step that pulls the label down, and all other classes up."""
+    """Look for a training step that lowers the logit of the label and raises all others."""
     if reading.labels is not None:
         return None  # initial_loss looks at the number itself
     gradient = reading.gradient
@@ -99,14 +99,14 @@ def _check_shift(exam: Examination, reading: Reading) -> Finding | None:
 
 
 def _shift(ids: Tensor, labels: Tensor) -> int | None:
-    """Return how many places labels are ahead of ids; None if no number of places fits."""
+    """Return how many positions labels are ahead of ids; None if no number fits."""
     shares = {k: _agreement(ids[:, max(k, 0) :], labels[:, max(-k, 0) :]) for k in SHIFTS}
     best = max(shares, key=lambda k: shares[k])
     return best if shares[best] >= AGREES else None
 
 
 def _agreement(labels: Tensor, read: Tensor) -> float:
-    """Return the share of labels that are those that were read, where there are both."""
+    """Return the share of equal labels, where both are given."""
     length = min(labels.shape[-1], read.shape[-1])
     labels, read = labels[..., :length], read[..., :length]
     kept = (read != IGNORED) & (labels != IGNORED)
@@ -114,16 +114,16 @@ def _agreement(labels: Tensor, read: Tensor) -> float:
 
 
 def _check_mixing(reading: Reading) -> Finding | None:
-    """Look for labels that meet the logits of another row or token, because one of both was rearranged."""
+    """Look for labels that are compared with the logits of another row or token."""
     targets, gradient, labels = reading.targets, reading.gradient, reading.labels
-    if labels is None:  # those that a language model should have
+    if labels is None:  # those of a language model
         labels = F.pad(reading.ids[:, 1:], (0, 1), value=IGNORED)
     if labels.shape != targets.shape or _shift(labels, targets) is not None:
         return None
     rows, length, outputs = gradient.shape
     causes = {
-        "rows of the logits and of the labels are mixed: one of both is transposed before it is flattened, so that the "
-        "logits of a text are compared with labels of other texts": (
+        "rows of the logits and of the labels are mixed: one of the two is transposed before it is flattened, so that "
+        "the logits of a text are compared with labels of other texts": (
             (targets.mT.flatten(), labels.flatten()),
             (targets.flatten(), labels.mT.flatten()),
         ),
@@ -177,12 +177,12 @@ def _check_gradient_at_padding(exam: Examination, reading: Reading) -> Finding |
 
 
 def _check_more_padding(exam: Examination) -> Finding | None:
-    """Replace the second half by padding, and leave it out: a mean over tokens is the same, one over all places not."""
+    """Replace the second half by padding, and leave it out: a mean over tokens does not change."""
     (ids, labels), pad_id = exam.batch, exam.subject.pad_id
     fill, half = IGNORED if bool((labels == IGNORED).any()) else pad_id, ids.shape[1] // 2
     if fill is None or not bool((labels == fill).any()) or not half:
         return None
-    padded, logits = labels.clone(), made_up_logits(exam, ids)
+    padded, logits = labels.clone(), synthetic_logits(exam, ids)
     padded[:, half:] = fill
     try:
         after = float(loss_function(exam)(logits, padded))
@@ -315,7 +315,7 @@ def check_overfit(exam: Examination) -> Finding | None:
     cause, fix = "", "check that logits and labels belong together, that no layer is frozen or detached, and that "
     fix += "inputs reach the output"
     if are_probabilities(exam.output):
-        cause = ". Its outputs are probabilities, of which the loss takes the softmax again"
+        cause = ". Its outputs are probabilities, and the loss takes their softmax again"
         fix = "return logits, without the softmax: F.cross_entropy applies it"
     return fail(
         {"loss_before": first, "loss_after": best, "steps": len(losses), "loss_of_label_frequencies": frequencies},
@@ -344,10 +344,10 @@ def _check_softmax_twice(exam: Examination, labels: Tensor) -> Finding | None:
     expected = (math.log(math.e + outputs - 1) - 1) / math.log(outputs)
     if blind <= 0 or any(abs(loss / blind - expected) > 1e-3 for loss in lowest):
         return None
-    what = "its outputs are probabilities" if is_output else "the loss makes probabilities of the logits"
+    cause = "its outputs are probabilities" if is_output else "the loss makes probabilities of the logits"
     return fail(
         {"loss_of_perfect_answers": lowest[0], "expected": 0.0, "loss_of_a_guess": blind},
-        f"the softmax is taken twice: {what}, and F.cross_entropy takes the softmax of them again, so that the loss "
+        f"the softmax is taken twice: {cause}, and F.cross_entropy takes the softmax of them again, so that the loss "
         f"stays at {lowest[0]:.2f} however good the model is, and its gradients are small",
         "return logits, without the softmax, and hand them to the loss as they are: F.cross_entropy(logits, labels) "
         "applies the softmax itself",
@@ -376,8 +376,8 @@ def loss_function(exam: Examination) -> Callable[[Tensor, Tensor], Tensor]:
     return exam.extras.loss or exam.subject.own_loss or default_loss
 
 
-def made_up_logits(exam: Examination, ids: Tensor) -> Tensor:
-    """Return logits (B, T, C) of which no two neighbours are equal; those of a longer text begin with the same ones."""
+def synthetic_logits(exam: Examination, ids: Tensor) -> Tensor:
+    """Return logits (B, T, C) in which neighbours differ; those of a longer text begin with the same ones."""
     generator = torch.Generator().manual_seed(1)
     table = torch.randn(67, exam.output.shape[-1], generator=generator).to(exam.subject.device)
     rows, columns = (torch.arange(n, device=ids.device) for n in ids.shape)
@@ -407,7 +407,7 @@ def are_probabilities(output: Tensor) -> bool:
 class Reading:
     """The gradient (B, T, C) of one loss at the logits of these ids, and where that loss is computed.
 
-    An optimizer goes against it; where it maximizes, the gradient is turned round.
+    An optimizer moves against it; if it maximizes, the gradient is negated.
     """
 
     ids: Tensor
@@ -422,14 +422,14 @@ class Reading:
 
 
 def read_targets(gradient: Tensor) -> Tensor:
-    """Return the class that a loss pulls up at each place, which is its label; -100 where it takes no notice."""
+    """Return the class whose logit a loss raises at each position, its label; -100 where the loss ignores it."""
     return gradient.argmin(-1).masked_fill(gradient.abs().amax(-1) == 0, IGNORED)
 
 
 def read_batch(exam: Examination) -> Reading | None:
     """Read the loss of the batch; None if it cannot be called or has no gradient."""
     ids, labels = exam.batch
-    logits = made_up_logits(exam, ids).requires_grad_()
+    logits = synthetic_logits(exam, ids).requires_grad_()
     try:
         with torch.enable_grad():
             loss = loss_function(exam)(logits, labels)
@@ -457,7 +457,7 @@ def read_step(exam: Examination) -> Reading | None:
 
 @contextmanager
 def _watching(exam: Examination) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Give a list to which the ids and the gradient at the logits of each later pass are added."""
+    """Yield a list to which the ids and the gradient at the logits of each later pass are added."""
     module, outputs = exam.subject.module, exam.output.shape[-1]
     assert module is not None
     ids, logits, seen = list[Tensor](), list[Tensor](), list[tuple[Tensor, Tensor]]()
@@ -488,9 +488,9 @@ def _watching(exam: Examination) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 @contextmanager
 def restoring(module: nn.Module) -> Iterator[list[Optimizer]]:
-    """Put weights, buffers and the state of each optimizer that makes a step back after an experiment.
+    """Restore weights, buffers and the state of each optimizer that makes a step.
 
-    Gives a list to which an optimizer is added with each step that it makes.
+    Yield a list to which an optimizer is added with each step that it makes.
     """
     saved = {name: p.detach().clone() for name, p in module.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}

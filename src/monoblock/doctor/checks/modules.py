@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from monoblock.doctor.checks.causality import KEEPS_STATE, STATE_FIX
 from monoblock.doctor.examination import MEASURED, Examination, check, fail, warn
 from monoblock.doctor.recorder import Product, Recorder
 from monoblock.doctor.report import Finding, NotChecked, Outcome
@@ -73,9 +74,8 @@ def check_dropout(exam: Examination) -> Finding | None:
         if not draws and exam.subject.module is not None:
             return fail(
                 {"difference_between_two_runs": difference(first, second), "random_operations": 0},
-                "two runs on the same ids differ, although no random numbers are drawn: the model keeps something from "
-                "one call to the next, such as a state or a cache in self",
-                "begin every call anew; take the state as an argument and return it: logits, state = model(ids, state)",
+                f"two runs on the same ids differ, although no random numbers are drawn: {KEEPS_STATE}",
+                STATE_FIX,
             )
         return fail(
             {"difference_between_two_runs": difference(first, second), "random_operations": draws},
@@ -132,7 +132,7 @@ def _check_logits_kept(exam: Examination, module: nn.Module) -> Finding | None:
     return fail(
         {"share_of_logits_set_to_0": dropped},
         f"in training {dropped:.0%} of the logits are set to 0, because dropout comes after the output layer: the loss "
-        "is computed from scores of which some are lost, often that of the right token",
+        "is computed from scores, some of which are lost, often that of the right token",
         "put dropout before the output layer, or leave it out there: return self.head(x)",
         "dropout after the logits",
     )
@@ -213,11 +213,11 @@ def find_lost_residuals(exam: Examination) -> Finding | None:
     if not lost or layers < 2:
         return None
     branches = {branch for _, branch in lost}
-    title, what, fix = MISSING[branches.pop() if len(branches) == 1 else "both"]
+    title, cause, fix = MISSING[branches.pop() if len(branches) == 1 else "both"]
     where = f"all {layers} layers" if len(lost) == layers else f"layer {', '.join(str(layer) for layer, _ in lost)}"
     return warn(
         {"layers_without": len(lost), "layers": layers, "first": lost[0][0]},
-        f"in {where} {what}: a residual connection is missing. What the layer was given is lost, and the gradient "
+        f"in {where} {cause}: a residual connection is missing. What the layer was given is lost, and the gradient "
         "reaches the layers below only through its matrices, so a deep model hardly learns",
         fix,
         title,
@@ -256,8 +256,8 @@ def _lost(recorder: Recorder, stage: _Stage, following: _Stage) -> str | None:
     """Return which branch of a layer loses the stream that it was given; None if none is known to do so."""
     stream, after, results = stage.stream, following.stream, stage.results
     products, lookups = recorder.products, {p.number for p in recorder.products if p.is_lookup}
-    begins_anew = any(p.is_lookup or p.reads & lookups for p in products if p.number in after)  # as a decoder does
-    if not stream or not after or stream & after or begins_anew or _is_near(stage.given, following.given):
+    restarts = any(p.is_lookup or p.reads & lookups for p in products if p.number in after)  # as a decoder does
+    if not stream or not after or stream & after or restarts or _is_near(stage.given, following.given):
         return None
     updates = results | {p.number for p in products if p.reads & results}
     if after & updates:
@@ -340,12 +340,12 @@ def find_unregistered(exam: Examination) -> Finding | None:
     if not lost:
         return None
     name, kind = min(lost)
-    what = f"the modules in self.{name} ({kind}) are" if kind else f"the weights in self.{name} are"
+    culprits = f"the modules in self.{name} ({kind}) are" if kind else f"the weights in self.{name} are"
     line = f"nn.ModuleList([{kind}(…) for _ in range(…)])" if kind else "nn.Parameter(…), or nn.ParameterList([…])"
     return fail(
         {"weights_not_registered": sum(lost.values()), "where": name, "lists": len(lost)},
-        f"{what} in a plain {'Python list' if kind else 'tensor or Python list'}, which PyTorch does not look into: "
-        "model.parameters() leaves out their weights, so the optimizer never trains them, and model.eval(), "
+        f"{culprits} in a plain {'Python list' if kind else 'tensor or Python list'}, which PyTorch does not look "
+        "into: model.parameters() leaves out their weights, so the optimizer never trains them, and model.eval(), "
         "model.to(device) and state_dict() pass them by",
         f"self.{name} = {line}",
         "weights that are not registered",
@@ -385,11 +385,11 @@ def find_uninitialized(exam: Examination) -> Finding | None:
     if not matrices or len(constant) <= len(matrices) / 2:
         return None
     value = float(constant[0].flatten()[0])
-    what = "zero" if value == 0 else f"the same number, {value:g}"
+    number = "zero" if value == 0 else f"the same number, {value:g}"
     return fail(
         {"matrices": len(matrices), "of_one_number": len(constant), "number": value},
-        f"the weights of {len(constant)} of {len(matrices)} matrices are all {what}: they were not initialized, so all "
-        "outputs are equal, and equal weights get equal gradients or none",
+        f"the weights of {len(constant)} of {len(matrices)} matrices are all {number}: they were not initialized, so "
+        "all outputs are equal, and equal weights get equal gradients or none",
         "begin with random numbers: nn.init.normal_(layer.weight, mean=0.0, std=0.02), or leave out what overwrites "
         "those of PyTorch",
         "weights that are not initialized",
@@ -410,15 +410,15 @@ def find_shared_blocks(exam: Examination) -> Finding | None:
             repeated = max(children, key=children.count)
             kind, times = type(repeated).__name__, children.count(repeated)
             is_head = "head" in f"{name.rpartition('.')[2]} {kind}".lower() and _reads_one_tensor(exam, repeated)
-            what, parts, each = (
+            noun, plural, each = (
                 ("head", "heads", "each head") if is_head else ("block", "layers", "a block for each layer")
             )
             return warn(
                 {"times": times, "weights": sum(p.numel() for p in repeated.parameters()), "where": name},
-                f"{name} holds the same {what} {times} times: its {times} {parts} have one set of weights, because "
+                f"{name} holds the same {noun} {times} times: its {times} {plural} have one set of weights, because "
                 f"{kind}(…) is called once and then repeated",
                 f"build {each}: nn.ModuleList([{kind}(…) for _ in range({times})])",
-                f"one {what} several times",
+                f"one {noun} several times",
             )
     return None
 

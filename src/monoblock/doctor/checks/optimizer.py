@@ -131,10 +131,8 @@ def _judge_step(step: _Step, optimizers: list[Optimizer]) -> Finding | None:
             "weights follow their sum"
         )
     elif rates and not any(rates):
-        reason, fix = (
-            "no weight of the model changes: the learning rate is 0",
-            "give one: AdamW(model.parameters(), lr=3e-4)",
-        )
+        reason = "no weight of the model changes: the learning rate is 0"
+        fix = "give one: AdamW(model.parameters(), lr=3e-4)"
     elif step.gradients and not step.updates:
         reason = "no weight of the model changes, though all have gradients: optimizer.step() is not called"
     elif step.gradients:
@@ -248,9 +246,9 @@ def _judge_losses(losses: list[float], evidence: dict[str, Any], *, few: bool = 
     return None
 
 
-def _rate_finding(what: str, evidence: dict[str, Any]) -> Finding:
+def _rate_finding(rate: str, evidence: dict[str, Any]) -> Finding:
     change = next((value for name, value in evidence.items() if "change_of_weights" in name), None)
-    if what == "too low":
+    if rate == "too low":
         reason = "the loss does not move: the learning rate is too low, or nothing is trained"
     elif change is not None:
         reason = f"the learning rate is too high: one step changes the weights by {change:.2g} times their size"
@@ -258,11 +256,11 @@ def _rate_finding(what: str, evidence: dict[str, Any]) -> Finding:
         reason = "the learning rate is too high: the loss rises or is not finite"
     further = (
         "halve it as long as the loss rises"
-        if what == "too high"
+        if rate == "too high"
         else "multiply it by 10 if the loss still does not move"
     )
     fix = f"write AdamW(model.parameters(), lr=3e-4), and reach it over the first tenth of the steps; then {further}"
-    return fail(evidence, reason, fix, what)
+    return fail(evidence, reason, fix, rate)
 
 
 @check("beta2 and weight decay are usual", "optimizer_or_run", group="training")

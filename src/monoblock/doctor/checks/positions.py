@@ -161,8 +161,12 @@ def check_position_offset(exam: Examination) -> Outcome:
         if row is None or lookup.rows < length:
             continue
         if not bool((row.diff() == 1).all()):
-            if is_plain and 1 < len(row.unique()) < length:
-                return _repeated_finding(len(row.unique()), length)
+            if is_plain and 1 < (different := len(row.unique())) < length:
+                return warn(
+                    {"different_positions": different, "tokens": length},
+                    f"positions repeat: {length} tokens without padding get {different} different rows of the table",
+                    "give each token its own position: torch.arange(T)",
+                )
             continue
         is_seen = True
         first, expected = int(row[0]), declared.table_offset
@@ -177,20 +181,11 @@ def check_position_offset(exam: Examination) -> Outcome:
             is_seen = is_seen or start is not None
             if start is not None and start > 0.5:
                 return _offset_finding({"first_position": start, "expected": 0})
-    return None if is_seen else _no_table(exam)
-
-
-def _no_table(exam: Examination) -> NotChecked:
-    if exam.recorded.position_adds:
-        return NotChecked("the added positions are neither rows of a table nor sinusoids")
-    return NotChecked("no table of positions is read")
-
-
-def _repeated_finding(different: int, length: int) -> Finding:
-    return warn(
-        {"different_positions": different, "tokens": length},
-        f"positions repeat: {length} tokens without padding get {different} different rows of the table",
-        "give each token its own position: torch.arange(T)",
+    if is_seen:
+        return None
+    is_added = bool(exam.recorded.position_adds)
+    return NotChecked(
+        "the added positions are neither rows of a table nor sinusoids" if is_added else "no table of positions is read"
     )
 
 

@@ -103,7 +103,7 @@ class Experiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One arm with one seed, and the circumstances of the run; it can be pickled for another process."""
+    """One arm with one seed, and how it is run; it can be pickled for another process."""
 
     experiment: str  # the name, under which `table.load_experiment` finds the record
     arm: Arm

@@ -122,7 +122,7 @@ _messages: SimpleQueue[str] | None = None  # in a worker process, its progress m
 def _begin_process(processes: int, messages: SimpleQueue[str]) -> None:
     """Give each process an equal share of the cores, and tell it where its messages go.
 
-    The main process ends it after Ctrl-C; if the main process is killed, it ends by itself.
+    The main process ends it after Ctrl-C; if the main process is killed, it exits by itself.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -135,7 +135,7 @@ def _begin_process(processes: int, messages: SimpleQueue[str]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait until the main process has ended, however it did, and end this one: the next call runs its job again."""
+    """Exit as soon as the main process ends; the next call repeats the job."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -208,8 +208,8 @@ class Report:
             return []
         settings, changes = first.settings, first.settings.get("changes", ())
         arm = next((arm for arm in experiment.arms if arm.name == first.arm), None)
-        circumstances = {"smoke": bool(settings.get("smoke")), "stands_in": bool(find_stand_in(experiment, changes))}
-        own = _last_values(own_changes(experiment, arm, settings.get("options", {}), **circumstances))
+        flags = {"smoke": bool(settings.get("smoke")), "stands_in": bool(find_stand_in(experiment, changes))}
+        own = _last_values(own_changes(experiment, arm, settings.get("options", {}), **flags))
         left_out = {CORPUS.removesuffix("="), *SPEED_KEYS}
         used = {key: value for key, value in _last_values(changes).items() if key not in left_out}
         return [f"{key}={value}" for key, value in used.items() if own.get(key) != value]

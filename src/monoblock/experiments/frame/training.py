@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -77,13 +77,11 @@ def _mean_loss(lines: Sequence[dict[str, Any]]) -> float:
     return sum(line["loss"] for line in lines) / len(lines)
 
 
-def train_and_load(trial: Trial, more: Sequence[str] = ()) -> Iterator[str | tuple[Pipeline, Recipe, Metrics]]:
-    """Train a trial and yield, last, the loaded model, the recipe and the metrics of the training."""
-    recipe = trial_recipe(trial, more)
+def train_and_load(trial: Trial, recipe: Recipe) -> Generator[str, None, tuple[Pipeline, Metrics]]:
+    """Train a recipe in the folder of a trial, yield messages, and return the model and the metrics of the training."""
     yield from train_run(recipe, trial.run_folder, trial.data)
     pipe = load_run(trial.run_folder, recipe)
-    metrics = {"parameters": account(pipe.model).parameters, **training_metrics(trial.run_folder)}
-    yield pipe, recipe, metrics
+    return pipe, {"parameters": account(pipe.model).parameters, **training_metrics(trial.run_folder)}
 
 
 def evaluate_trial(trial: Trial, pipe: Pipeline, recipe: Recipe, **request: Any) -> Metrics:
@@ -94,10 +92,7 @@ def evaluate_trial(trial: Trial, pipe: Pipeline, recipe: Recipe, **request: Any)
 
 def train_and_evaluate(trial: Trial) -> Iterator[str | Metrics]:
     """Train a trial and evaluate it by its task: the `measure` of most experiments."""
-    for event in train_and_load(trial):
-        if isinstance(event, str):
-            yield event
-        else:
-            pipe, recipe, metrics = event
-            limit = 8 if trial.smoke and pipe.model.encoder is not None else None  # a language model has no rows
-            yield {**evaluate_trial(trial, pipe, recipe, limit=limit), **metrics}  # `tokens` are those of training
+    recipe = trial_recipe(trial)
+    pipe, metrics = yield from train_and_load(trial, recipe)
+    limit = 8 if trial.smoke and pipe.model.encoder is not None else None  # a language model has no rows
+    yield {**evaluate_trial(trial, pipe, recipe, limit=limit), **metrics}  # `tokens` are those of training
