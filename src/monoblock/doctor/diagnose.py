@@ -140,7 +140,7 @@ def diagnose_model(
         exam = Examination(subject, extras)
         if _is_compiled(model):
             exam.notes.append("the model is compiled; it was examined without torch.compile")
-        return run_checks(exam, chosen, started, max_seconds)
+        return _run_checks(exam, chosen, started, max_seconds)
 
 
 def _is_compiled(model: Any) -> bool:
@@ -160,17 +160,13 @@ def _names_of_checks(checks: str | Sequence[str] | None) -> list[str] | None:
     return names
 
 
-def run_checks(
-    exam: Examination, checks: Sequence[Check], started: float | None = None, max_seconds: float = float("inf")
-) -> Report:
-    started = time.perf_counter() if started is None else started
+def _run_checks(exam: Examination, checks: Sequence[Check], started: float, max_seconds: float) -> Report:
     report = Report(exam.subject.name, notes=exam.notes, pictures=exam.pictures)
-    rng_state = torch.get_rng_state()
-    _check_runs(exam)
-    importlib.import_module("torch._dynamo")  # recording operations imports it, as the first step of an optimizer does
-    deadline = time.perf_counter() + max_seconds
-    found: dict[str, tuple[Finding, Check, float]] = {}
-    try:
+    found: dict[str, tuple[Finding, float]] = {}
+    with torch.random.fork_rng(devices=[]):
+        _check_runs(exam)
+        importlib.import_module("torch._dynamo")  # recording imports it, as the first step of an optimizer does
+        deadline = time.perf_counter() + max_seconds
         for check in checks:
             skipped = _why_skipped(check, exam, deadline)
             if skipped is not None:
@@ -180,22 +176,23 @@ def run_checks(
             try:
                 result = check(exam)
             except Exception as error:  # a model may refuse what a check tries; the other checks go on
-                message = " ".join(str(error).split())
                 how = "call the model in this way yourself to see why"
-                report.not_checked.append(NotChecked(f"the model failed: {message:.120}", how, check=check.name))
-                continue
+                result = NotChecked(f"the model failed: {_one_line(error):.120}", how, check=check.name)
             seconds = time.perf_counter() - begin
             if result is None:
                 report.checks.append(CheckResult(check.name, "passed", seconds))
             elif isinstance(result, NotChecked):
                 report.not_checked.append(result)
             else:
-                found.setdefault(result.check, (result, check, seconds))
-    finally:
-        torch.set_rng_state(rng_state)
+                assert {result.check, *result.explains} <= {one.name for one in CHECKS}
+                found.setdefault(result.check, (result, seconds))
     _keep_causes(report, found)
     if math.isinf(max_seconds):
-        _draw(exam, report)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                report.pictures |= draw_dependence(exam, report)
+        except Exception as error:  # the model refuses such a run
+            report.notes.append(f"no picture of what outputs depend on was drawn: {_one_line(error):.100}")
     if exam.subject.reads_tokens:
         long = exam.__dict__.get("long_ids")
         report.lengths = (exam.ids.shape[1], *(() if long is None else (long.shape[1],)))
@@ -203,15 +200,8 @@ def run_checks(
     return report
 
 
-def _draw(exam: Examination, report: Report) -> None:
-    """Add pictures of what outputs depend on; a model that refuses such a run has none."""
-    rng_state = torch.get_rng_state()
-    try:
-        report.pictures |= draw_dependence(exam, report)
-    except Exception as error:
-        report.notes.append(f"no picture of what outputs depend on was drawn: {' '.join(str(error).split()):.100}")
-    finally:
-        torch.set_rng_state(rng_state)
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _why_skipped(check: Check, exam: Examination, deadline: float) -> NotChecked | None:
@@ -236,11 +226,10 @@ def _check_runs(exam: Examination) -> None:
     try:
         _ = exam.output
     except Exception as error:
-        message = " ".join(str(error).split())
         shape = tuple(exam.ids.shape)
         raise InputError(
-            f"the model cannot be called with an input of shape {shape}: {message:.160}; if it needs other inputs, "
-            "give a function of ids: mb.diagnose(lambda ids: …, vocab=…)"
+            f"the model cannot be called with an input of shape {shape}: {_one_line(error):.160}; if it needs "
+            "other inputs, give a function of ids: mb.diagnose(lambda ids: …, vocab=…)"
         ) from error
     if exam.extras.loss is None or exam.extras.batch is None:
         return
@@ -249,25 +238,24 @@ def _check_runs(exam: Examination) -> None:
     try:
         _ = exam.extras.loss(torch.zeros(shape, device=exam.subject.device), labels.to(exam.subject.device))
     except Exception as error:
-        message = " ".join(str(error).split())
         raise InputError(
             f"loss(logits, labels) failed with logits of shape {tuple(shape)} and labels of {tuple(labels.shape)}: "
-            f"{type(error).__name__}: {message:.120}"
+            f"{type(error).__name__}: {_one_line(error):.120}"
         ) from error
 
 
-def _keep_causes(report: Report, found: dict[str, tuple[Finding, Check, float]]) -> None:
-    """Keep the findings that no other finding explains."""
-    explains = {check.name: check.explains for check in CHECKS}
-    for name, (result, _, seconds) in found.items():
-        cause = next((other for other in found if _is_cause(found, other, name, explains.get(other, ()))), None)
+def _keep_causes(report: Report, found: dict[str, tuple[Finding, float]]) -> None:
+    """Keep the findings that no other finding explains.
+
+    A warning or a limit explains no other, with a few exceptions.
+    """
+    explained = {name: set(finding.explains) for name, (finding, _) in found.items()}
+    for check in CHECKS:
+        is_strong = check.name in found and found[check.name][0].verdict == "fail"
+        if is_strong or check.name in found.keys() & {"softmax_precision", "scale", "initial_loss", "learning_rate"}:
+            explained[check.name] |= {*check.explains}
+    for name, (finding, seconds) in found.items():
+        cause = next((other for other in found if name in explained[other]), None)
         if cause is None:
-            (report.unsupported if result.verdict == "unsupported" else report.findings).append(result)
-        report.checks.append(CheckResult(name, result.verdict if cause is None else "explained", seconds, cause))
-
-
-def _is_cause(found: dict[str, tuple[Finding, Check, float]], name: str, other: str, explains: Sequence[str]) -> bool:
-    """Return whether a finding explains another: a warning or a limit explains no other, with a few exceptions."""
-    cause = found[name][0]
-    is_strong = cause.verdict == "fail" or name in ("softmax_precision", "scale", "initial_loss", "learning_rate")
-    return other in cause.explains or (is_strong and other in explains)
+            (report.unsupported if finding.verdict == "unsupported" else report.findings).append(finding)
+        report.checks.append(CheckResult(name, finding.verdict if cause is None else "explained", seconds, cause))

@@ -35,7 +35,7 @@ class TrainingHistory:
 
 @dataclass
 class Extras:
-    """What the user passes beside the model."""
+    """What the user passes in addition to the model."""
 
     batch: tuple[Tensor, Tensor] | None = None  # ids and labels
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -202,7 +202,7 @@ def check(
     is_slow: bool = False,
     max_parameters: float = float("inf"),
 ) -> Callable[[Callable[[Examination], Outcome]], Check]:
-    """Make the check NAME of a function `check_NAME`; explains: the names of other checks, between spaces."""
+    """Make the check NAME of a function `check_NAME`; explains: the names of other checks, separated by spaces."""
 
     def make(function: Callable[[Examination], Outcome]) -> Check:
         name = function.__name__.removeprefix("check_")

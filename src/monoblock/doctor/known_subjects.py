@@ -1,4 +1,4 @@
-"""Subjects for models that say what they are: ours, and those of transformers, which is not imported."""
+"""Subjects for models that declare what they are: ours, and those of transformers, which is not imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from monoblock.nn.cache import Cache
 
 
 class _PlainAttention:
-    """A tap that wants the scores, so that attention is computed step by step."""
+    """A tap that requests the scores, so that attention is computed step by step."""
 
     def wants(self, name: str) -> bool:
         return name.endswith("scores")

@@ -49,7 +49,7 @@ DROPOUT_NAMES = ("dropout", "p_drop", "dropout_p", "drop", "dropout_rate")
 
 @dataclass(frozen=True)
 class PlainOptions:
-    """What the user says of a model that cannot say it itself."""
+    """What the user declares for a model that cannot declare it."""
 
     vocab: int | None = None
     length: int | None = None
@@ -216,7 +216,7 @@ class PlainSubject(Subject):
         self.kind_is_presumed = kind is None
 
     def _with_targets(self, output: Tensor) -> Tensor:
-        """Hand over targets if the model then gives the logits of every token; return the output."""
+        """Pass targets if the model then gives the logits of every token; return the output."""
         name = next((name for name in TARGET_NAMES if name in self.parameters), None)
         if name is None:
             return output
@@ -371,7 +371,7 @@ def find_layout(output: Tensor, length: int, vocab: int) -> Layout:
 
 
 def to_rows(output: Tensor, layout: Layout, rows: int) -> Tensor:
-    """Bring an output into the order (B, T, *)."""
+    """Reorder the axes of an output to (B, T, *)."""
     if layout == "flat":
         return output.unflatten(0, (rows, -1)) if len(output) % rows == 0 else output
     if layout == "rows first" or output.dim() != 3:

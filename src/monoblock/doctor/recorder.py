@@ -1,4 +1,4 @@
-"""Record what a model computes, operation by operation, whoever wrote it.
+"""Record the operations of any model.
 
 A `Recorder` sees every PyTorch operation of a forward pass, also inside a plain function.  It recognizes attention by
 its steps: a product of queries and keys, a softmax over it, and a product with the values.  On the way it follows for
@@ -135,7 +135,7 @@ class TableLookup:
 
 @dataclass(frozen=True)
 class _Lineage:
-    """What is known of a tensor."""
+    """What is known about a tensor."""
 
     depends: bool = False  # on the token ids
     factor: float | None = 1.0  # product of the constants it was multiplied by since the last matrix product

@@ -132,7 +132,7 @@ class Report:
         }
 
     def html(self, path: str | Path) -> None:
-        """Write the report as one HTML page with pictures, which needs nothing from outside."""
+        """Write the report as one self-contained HTML page with pictures."""
         from monoblock.doctor.report import render_html  # which imports this module
 
         write_atomically(path, render_html(self))
@@ -316,7 +316,7 @@ def _draw_panel(panel: Panel, x: float) -> tuple[str, float, float]:
 
 
 def _ticks(names: Sequence[str], cell: float) -> list[tuple[int, str]]:
-    """Return the names that are written: all if there is room for them, else every fifth or so."""
+    """Return the names to write: all if there is room for them, else every fifth or so."""
     step = 1 if cell >= 22 else math.ceil(26 / cell)
     ticks = [(i, name) for i, name in enumerate(names) if name and name != "pad" and i % step == 0]
     pads = [i for i, name in enumerate(names) if name == "pad"]

@@ -1,4 +1,4 @@
-"""One interface to whatever is examined: our models, models of transformers, any nn.Module, any function of ids."""
+"""One interface to every model that is examined: ours, those of transformers, any nn.Module, any function of ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from monoblock.errors import InputError
 
 KINDS = ("causal", "bidirectional", "encoder-decoder")
 Kind = Literal["causal", "bidirectional", "encoder-decoder", "vision", "unknown"]
-CachedStep = Callable[..., tuple[Tensor, Any]]
 ROWS = 3
 LARGE = 5e7  # parameters, from which probes are short, to keep a report quick
 LONG, LONG_OF_LARGE = 512, 128  # tokens of the long text, at most
@@ -30,7 +29,7 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5, torch.bfloat16: 0.08, tor
 
 @dataclass
 class Declared:
-    """What a model says of itself, in its configuration or its attributes; None where it says nothing."""
+    """What a model declares in its configuration or its attributes; None where it declares nothing."""
 
     windows: tuple[int | None, ...] | None = None  # of each layer: keys that a token sees, itself included
     window: int | None = None  # of all layers, where their number is not known
@@ -46,7 +45,7 @@ class Declared:
 
 
 class Subject:
-    """A model under examination.  Subclasses say how it is called."""
+    """A model under examination.  Subclasses define how it is called."""
 
     name = "model"
     kind: Kind = "unknown"
@@ -123,7 +122,7 @@ class Subject:
         return self.module is not None and sum(p.numel() for p in self.module.parameters()) > LARGE
 
     def long_lengths(self, lookups: list[TableLookup]) -> list[int]:
-        """Return lengths to try for a long text, best first: the context, as far as a report stays quick."""
+        """Return lengths to try for a long text, best first: the context, or less where it would take long."""
         known = self.declared.context
         if known is None:  # the table of positions says how far it goes
             rows = [t.rows for t in lookups if t.indices.shape[-1] == self.length and t.rows > self.length]
@@ -198,7 +197,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def prime_length(limit: int | None, taken: tuple[int, ...] = ()) -> int:
-    """Return the length of probes: the largest prime within the limit that is no other size of the model."""
+    """Return the length of probes: the largest prime within the limit that equals no other size of the model."""
     for prime in PRIMES:
         if (limit is None or prime <= limit) and prime not in taken:
             return prime
@@ -206,12 +205,12 @@ def prime_length(limit: int | None, taken: tuple[int, ...] = ()) -> int:
 
 
 def usual_lengths(limit: int | None) -> list[int]:
-    """Return lengths of probes for a model that reads only some: the one it is made for, then multiples of 8."""
+    """Return lengths of probes for a model that accepts only some: its context, then multiples of 8."""
     return [n for n in (limit, *MULTIPLES) if n is not None and (limit is None or n <= limit)]
 
 
 def output_tensor(output: Any) -> Tensor:
-    """Return the logits of whatever a model returned."""
+    """Return the logits in the output of a model."""
     for name in ("logits", "last_hidden_state", "prediction_logits"):
         value = getattr(output, name, None)
         if isinstance(value, Tensor):

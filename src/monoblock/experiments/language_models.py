@@ -126,7 +126,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
 
 
 def _measure_exercise(trial: Trial, recipe: Recipe) -> Iterator[str | Metrics]:
-    """Train a recipe of exercise 8.9 as the exercise says, and report its training perplexity."""
+    """Train a recipe of exercise 8.9 as written, and report its training perplexity."""
     pipe, metrics = yield from train_and_load(trial, recipe)
     metrics["training_perplexity"] = perplexity(metrics["training_loss"])
     yield {**metrics, **_test(trial, pipe, recipe)}

@@ -54,7 +54,7 @@ def check_scale(exam: Examination) -> Finding | None:
 
 
 def _name_divisor(exam: Examination, record: AttentionRecord) -> str | None:
-    """Return which size the scores are divided by in place of sqrt(head size); None if it is no known one."""
+    """Return which size the scores are divided by instead of sqrt(head size); None if it is unknown."""
     if not record.scale:
         return None
     widths, divisor = _widths(exam, record), 1 / record.scale

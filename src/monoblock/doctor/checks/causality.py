@@ -68,7 +68,7 @@ def check_batch(exam: Examination) -> Finding | None:
 
 
 def _batch_finding(exam: Examination, run: Run, output: Tensor, evidence: dict[str, float]) -> Finding:
-    """Name the cause: something kept between calls, a layer that expects the time first, the place in the batch."""
+    """Name the cause: state kept between calls, a layer that expects time first, the position in the batch."""
     ids = exam.ids
     run(exam.subject.other_tokens(ids) if exam.subject.reads_tokens else -ids)
     if again := exam.is_off(run(ids), output):
@@ -123,7 +123,7 @@ def _layer_with_time_first(exam: Examination) -> str | None:
 
 @check("no output depends on later tokens", "tokens", "causal", explains="cache padding packing window prefix")
 def check_causality(exam: Examination) -> Finding | None:
-    """Change the tokens after a place, in short texts and in a long one: nothing up to that place may change."""
+    """Change the tokens after a position, in short texts and in a long one: nothing up to it may change."""
     ids = exam.ids
     worst, place = find_leak(exam, ids)
     if not worst and (leak := _gradient_leak(exam)):
@@ -174,13 +174,13 @@ def _check_length(exam: Examination) -> Finding | None:
         "the output at a token depends on how many tokens follow it, though not on which: positions are counted from "
         "the end, something is divided by the length of the text, or heads are split without a transpose, by "
         ".view(B, heads, T, -1). In generation the length is another one at each step",
-        "count positions from the start, torch.arange(T); divide by the number of tokens up to each place; split heads "
+        "count positions from the start, torch.arange(T); divide by the number of tokens up to each one; split heads "
         "by .view(B, T, heads, -1).transpose(1, 2)",
     )
 
 
 def find_leak(exam: Examination, ids: Tensor) -> tuple[float, int]:
-    """Change the tokens after one place in each row; return the largest change up to it, and the place."""
+    """Change the tokens after one position in each row; return the largest change up to it, and the position."""
     T = ids.shape[1]
     cuts = (T // 2, T - 2, 0)[: len(ids)]
     changed, others = ids.clone(), exam.subject.other_tokens(ids)
@@ -192,7 +192,7 @@ def find_leak(exam: Examination, ids: Tensor) -> tuple[float, int]:
 
 
 def _reach_ahead(exam: Examination, ids: Tensor, place: int) -> int:
-    """Return how many positions before a token, which is changed, the first changed output lies."""
+    """Return how many positions before a changed token the first changed output lies."""
     ids = ids[:1]
     changed = ids.clone()
     changed[:, place] = exam.subject.other_tokens(ids)[:, place]
@@ -207,7 +207,7 @@ def _reach_ahead(exam: Examination, ids: Tensor, place: int) -> int:
 def _cause(exam: Examination, ids: Tensor, reaches: list[int]) -> tuple[str, str]:
     """Tell a missing, shifted, partial or weak mask from a path outside attention by the weights on later keys.
 
-    reaches: how far ahead outputs see a token, for tokens at several places.
+    reaches: how far ahead outputs see a token, for several tokens.
     """
     T, source, reach = ids.shape[1], exam.subject.source, max(reaches)
     records = exam.record(ids[:2].clone()).attentions if source is None or source.shape[1] != T else []
@@ -219,13 +219,13 @@ def _cause(exam: Examination, ids: Tensor, reaches: list[int]) -> tuple[str, str
     if not leaking:
         if (found := _heads_not_transposed(exam)) is not None:
             return found
-        if reach < T - 2 and reach <= 2 * min(reaches):  # as far from every place
+        if reach < T - 2 and reach <= 2 * min(reaches):  # as far from every position
             reason = "a convolution or a shift reads later tokens"
             fix = "pad convolutions on the left only: F.pad(x, (kernel - 1, 0)); shift to the right only"
         elif reach < T - 2:
             reason = (
                 "a reshape without a transpose mixes heads and positions, or tokens are chosen from the whole text (as "
-                "by experts that choose their tokens), since some places see further than others"
+                "by experts that choose their tokens), since some tokens see further than others"
             )
             fix = (
                 "split heads by .view(B, T, heads, -1).transpose(1, 2), and merge them by .transpose(1, 2)"
@@ -245,7 +245,7 @@ def _cause(exam: Examination, ids: Tensor, reaches: list[int]) -> tuple[str, str
 
 
 def mask_fix(exam: Examination, records: list[AttentionRecord]) -> str:
-    """Return the line that applies a causal mask, in the words of the model."""
+    """Return the line that applies a causal mask, in the style of the model's code."""
     if any(isinstance(part, nn.MultiheadAttention) for _, part in exam.named_modules):
         return MODULE_FIX
     return FUSED_FIX if any(record.is_fused for record in records) else MASK_FIX
@@ -268,7 +268,7 @@ def _cause_without_attention(exam: Examination, *, is_all: bool) -> tuple[str, s
         reason = "no causal mask is applied, or a norm, a sum or a recurrence runs over the whole text"
     else:
         reason = "a mask that is off by one, or a convolution"
-    fix = "; pad convolutions on the left only; take sums up to each place, x.cumsum(1)"
+    fix = "; pad convolutions on the left only; take sums up to each token, x.cumsum(1)"
     return f"{reason} (no attention was recorded that could tell)", MASK_FIX + fix
 
 

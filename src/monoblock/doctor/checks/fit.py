@@ -71,7 +71,7 @@ def check_tokenizer(exam: Examination) -> Finding | None:
 
 
 def _check_texts(exam: Examination, kind: str) -> Finding | None:
-    """Encode the user's texts: few tokens may be unknown, and words may not fall into letters."""
+    """Encode the user's texts: few tokens may be unknown, and words must not be split into letters."""
     tokenizer, texts = exam.extras.tokenizer, list(exam.extras.texts)[:200]
     if not texts:
         return None
@@ -253,8 +253,8 @@ def _check_tokens(exam: Examination, options: Mapping[str, Any]) -> Finding | No
                 continue
             if token in unset.get(name, ()):
                 exam.notes.append(
-                    f"{name}={token} is the default of the configuration class, and not an id of this model, which "
-                    f"knows 0 to {vocab - 1}: set it before you generate"
+                    f"{name}={token} is the default of the configuration class, and not an id of this model, whose "
+                    f"ids are 0 to {vocab - 1}: set it before you generate"
                 )
                 continue
             reason = f"{name}={token} is not an id of the model"
@@ -322,7 +322,7 @@ def _check_lengths(exam: Examination, options: Mapping[str, Any]) -> Finding | N
 
 
 def _check_search(exam: Examination, options: Mapping[str, Any]) -> Finding | None:
-    """Look for options of sampling in a greedy or beam search, and the other way round."""
+    """Look for options of sampling in a greedy or beam search, and vice versa."""
     beams, temperature = options.get("num_beams", 1), options.get("temperature")
     samples = options.get("do_sample", True)
     if _above(beams, 1) and _above(temperature, 0) and samples:

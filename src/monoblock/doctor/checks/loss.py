@@ -90,7 +90,7 @@ def _check_shift(exam: Examination, reading: Reading) -> Finding | None:
         reason = f"{title}: the model learns to predict the token before the one it reads"
     else:
         title = f"labels are shifted {'twice' if total == 2 else f'{total} times'}"
-        reason = f"{title}: the model learns to predict the token {total} places ahead"
+        reason = f"{title}: the model learns to predict the token {total} positions ahead"
     fix = (
         "shift once: inputs = tokens[:, :-1], labels = tokens[:, 1:], and no shift in the loss; with transformers pass "
         "labels = ids, because the model shifts them itself"

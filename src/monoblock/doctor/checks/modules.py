@@ -267,7 +267,7 @@ def _lost(recorder: Recorder, stage: _Stage, following: _Stage) -> str | None:
 
 
 def _is_near(a: Tensor, b: Tensor) -> bool:
-    """Return whether a stream is much the same as another: it was passed on by operations that are not followed."""
+    """Return whether two streams are nearly equal: operations that are not tracked may have passed it on."""
     if a.shape != b.shape:
         return False
     return float(torch.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0)) > 0.5
@@ -402,7 +402,7 @@ def _weights(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def find_shared_blocks(exam: Examination) -> Finding | None:
-    """Look for a module that holds one and the same block several times."""
+    """Look for a module that holds the same block several times."""
     module = exam.module
     for name, part in module.named_modules():
         children = [child for child in part._modules.values() if child is not None and list(child.children())]

@@ -29,7 +29,7 @@ MIN_WEIGHT_SIZE = 0.025  # weights of Transformers have a root mean square of 0.
 
 @check("the optimizer holds the weights of the model", "optimizer", explains="overfit learning_rate", group="training")
 def check_optimizer(exam: Examination) -> Finding | None:
-    """Compare the tensors of the optimizer with the weights of the model; with a step, see what it does to them."""
+    """Compare the tensors of the optimizer with the weights of the model; given a step, observe its effect on them."""
     module, optimizers = exam.subject.module, [o for o in (exam.extras.optimizer,) if o is not None]
     assert module is not None
     if not any(p.requires_grad for p in module.parameters()):
@@ -153,7 +153,7 @@ def _judge_step(step: _Step, optimizers: list[Optimizer]) -> Finding | None:
     is_slow=True,
 )
 def check_learning_rate(exam: Examination) -> Outcome:
-    """Look at the losses of a run, or make a few steps: the loss must move, and down."""
+    """Look at the losses of a run, or make a few steps: the loss must fall."""
     if exam.extras.history is not None and len(exam.extras.history.steps) >= 10:
         losses = [float(row["loss"]) for row in exam.extras.history.steps]
         lr = exam.extras.history.lr
@@ -209,7 +209,7 @@ def _check_first_update(exam: Examination, module: nn.Module) -> Outcome:
 
 
 def _any_loss(exam: Examination) -> Tensor:
-    """Return the loss of the batch, or of made-up labels, for a gradient of the usual size."""
+    """Return the loss of the batch, or of random labels, for a gradient of the usual size."""
     if exam.extras.batch is not None and not exam.extras.batch[1].is_floating_point():
         ids, labels = exam.batch
         return loss_function(exam)(exam.subject.logits(ids), labels)
@@ -265,7 +265,7 @@ def _rate_finding(rate: str, evidence: dict[str, Any]) -> Finding:
 
 @check("beta2 and weight decay are usual", "optimizer_or_run", group="training")
 def check_optimizer_settings(exam: Examination) -> Finding | None:
-    """Compare beta2 and weight decay with what trains Transformers."""
+    """Compare beta2 and weight decay with values that train Transformers."""
     rows: list[tuple[Any, Any, Any]] = []
     if exam.extras.optimizer is not None:
         for group in exam.extras.optimizer.param_groups:

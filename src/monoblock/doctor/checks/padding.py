@@ -1,4 +1,4 @@
-"""Checks of padding: it must change nothing, wherever it lies."""
+"""Checks of padding: it must change nothing, wherever it is."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ SAME = 0.99  # cosine from which two position vectors are the same up to a facto
 
 @check("positions are used", "tokens", explains="cache")
 def check_positions(exam: Examination) -> Outcome:
-    """Repeat one token: if no query, key or score differs between places, positions are not used."""
+    """Repeat one token: if no query, key or score differs between positions, they are not used."""
     if exam.subject.declared.positions == "none" and exam.subject.kind != "bidirectional":
         # Chosen: with a causal mask two layers tell positions apart.
         return NotChecked("the configuration says that the model has no positions")
@@ -35,15 +35,15 @@ def check_positions(exam: Examination) -> Outcome:
         return fail(
             {"layers_without_positions": len(records), "tokens_repeated": length},
             "all tokens get the same position: one vector is added to all of them, so a repeated token has the same "
-            "queries, keys and scores at every place, and the order of words is lost but for what the mask tells",
+            "queries, keys and scores everywhere, and only the mask tells the order of words",
             "give each token its own position: x = token(ids) + position(torch.arange(T))",
             "all tokens get the same position",
             explains=("causality",),
         )
     return fail(
         {"layers_without_positions": len(records), "tokens_repeated": length},
-        "the model does not use positions: a repeated token has the same queries, keys and scores at every place, so "
-        "the order of words is lost but for what the mask tells",
+        "the model does not use positions: a repeated token has the same queries, keys and scores everywhere, and "
+        "only the mask tells the order of words",
         "add position vectors to the embeddings (x = token(ids) + position(torch.arange(T))), or rotate queries and "
         "keys",
     )

@@ -73,7 +73,7 @@ def _make_step(setup: Setup, lr: float = 1e-3, *, zero_grad: bool = True, step: 
 
 
 def _make_generate(setup: Setup, *, evaluates: bool) -> Callable[[Tensor], Tensor]:
-    """Return a function that writes on from ids, with a model that has dropout."""
+    """Return a function that continues ids, with a model that has dropout."""
     setup.blocks[0].register_forward_hook(lambda block, _, output: F.dropout(output, 0.1, training=block.training))
 
     def generate(ids: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def _dead_head(setup: Setup) -> None:
 
 
 def _fresh_head(setup: Setup) -> None:
-    """Give the blocks the look of trained ones: norms that differ from 1, biases that differ from 0."""
+    """Make the blocks look trained: norms that differ from 1, biases that differ from 0."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in setup.model.named_parameters():

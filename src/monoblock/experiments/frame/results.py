@@ -39,7 +39,7 @@ class Result:
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What makes two results the same trial, whatever machine they come from, and however fast it was."""
+        """The identity of the trial, whatever the machine and its speed."""
         changes = [change for change in self.settings.get("changes", ()) if change.partition("=")[0] not in SPEED_KEYS]
         return self.arm, self.seed, json.dumps({**self.settings, "changes": changes}, sort_keys=True)
 

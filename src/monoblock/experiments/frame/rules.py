@@ -154,7 +154,7 @@ class Conclusion:
         return replace(self, verdict="inconclusive", reason=f'"{condition.rule.statement}" is not confirmed')
 
     def sentence(self) -> str:
-        """Say the conclusion in words, with the number, its interval and the rule."""
+        """Return the conclusion in words, with the number, its interval and the rule."""
         rule = self.rule
         if self.verdict == "not measured":
             return f"{rule.statement}: not measured yet (rule: {rule.bound})."
