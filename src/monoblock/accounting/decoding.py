@@ -69,14 +69,8 @@ class DecodingSetup:
 
     @property
     def positions(self) -> int:
-        return self.prompt_length + self.num_beams * (
-            self.new_tokens - 1 if self.use_cache else self.recomputed_positions
-        )
-
-    @property
-    def recomputed_positions(self) -> int:
-        """The number of positions that one beam computes after the first step without a cache."""
-        return _sum_to(self.prompt_length + self.new_tokens - 1) - _sum_to(self.prompt_length)
+        recomputed = _sum_to(self.prompt_length + self.new_tokens - 1) - _sum_to(self.prompt_length)
+        return self.prompt_length + self.num_beams * (self.new_tokens - 1 if self.use_cache else recomputed)
 
     def attention_pairs(self, window: int | None) -> int:
         """Count the (query, key) pairs for which attention is computed.

@@ -193,14 +193,6 @@ def stack_flops(
     return dict(counts)
 
 
-def head_flops(config: ModelConfig, batch: int, tokens: int) -> dict[str, int]:
-    """Count the FLOPs of the head by layer, on `tokens` tokens of each sequence or on its one pooled vector."""
-    return {
-        linear.name: matrix_flops((linear,), batch * tokens if linear.applied_to == "tokens" else batch)
-        for linear in head_linears(config)
-    }
-
-
 def iterate_inputs(
     config: ModelConfig, shape: BatchShape
 ) -> Iterator[tuple[str, EmbeddingConfig | PatchConfig | FramesConfig, int]]:
@@ -230,7 +222,9 @@ def _forward_flops(config: ModelConfig, shape: BatchShape, visible_only: bool) -
         length = shape.length(stack_name)
         blocks = stack_flops(stack, shape.batch, length, shape.source, visible_only=visible_only)
         components |= {f"{stack_name}.{name}": flops for name, flops in blocks.items()}
-    components |= {f"head.{name}": flops for name, flops in head_flops(config, shape.batch, shape.target).items()}
+    for linear in head_linears(config):
+        rows = shape.batch * (shape.target if linear.applied_to == "tokens" else 1)
+        components[f"head.{linear.name}"] = matrix_flops((linear,), rows)
     return components
 
 

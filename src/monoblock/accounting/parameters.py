@@ -15,7 +15,7 @@ batch norm are stored with the model but not trained and not counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from monoblock.config.model import (
@@ -54,10 +54,6 @@ class LinearShape(NamedTuple):
     @property
     def num_parameters(self) -> int:
         return (0 if self.tied else self.num_weights) + (self.outputs if self.bias else 0)
-
-
-def linear_parameters(linears: Iterable[LinearShape]) -> int:
-    return sum(linear.num_parameters for linear in linears)
 
 
 def norm_parameters(norm: NormConfig | None, size: int) -> int:
@@ -192,7 +188,7 @@ def _frame_parameters(frames: FramesConfig, width: int) -> Iterator[tuple[str, i
 
 def _attention_parameters(name: str, attention: AttentionConfig, width: int) -> Iterator[tuple[str, int]]:
     query, key, value, output = attention_linears(attention, width)
-    yield name, linear_parameters((query, key, value, output))
+    yield name, sum(linear.num_parameters for linear in (query, key, value, output))
     norm_size = 2 * attention.key_size(width) if attention.qk_norm_over == "head" else query.outputs + key.outputs
     yield f"{name}.qk_norm", norm_parameters(attention.qk_norm, norm_size)
     yield f"{name}.sinks", attention.heads if attention.sinks else 0
@@ -200,7 +196,7 @@ def _attention_parameters(name: str, attention: AttentionConfig, width: int) -> 
 
 
 def _feedforward_parameters(feedforward: FeedForwardConfig, width: int, active: bool) -> Iterator[tuple[str, int]]:
-    parameters = linear_parameters(feedforward_linears(feedforward, width))
+    parameters = sum(linear.num_parameters for linear in feedforward_linears(feedforward, width))
     router = router_linear(feedforward, width)
     if feedforward.experts is None or router is None:
         yield "feedforward", parameters

@@ -500,16 +500,13 @@ def _apply_knobs(config: ModelConfig, knobs: Mapping[str, Any]) -> ModelConfig:
             raise ConfigError(
                 f"{name}={knobs[name]!r} changes nothing: no part of this {config.family} model has it; leave it out"
             )
-    if "block_size" in knobs and not any(_has_random_blocks(stack) for stack in varied.stacks.values()):
+    blocks = [block for stack in varied.stacks.values() for repeat in stack.pattern for block in repeat.blocks]
+    if "block_size" in knobs and not any(block.attention.random_blocks > 0 for block in blocks):
         raise ConfigError(
             f"block_size={knobs['block_size']!r} changes nothing: it is the size of random blocks, and this model has "
             "none; write random_blocks=… too, or leave it out"
         )
     return varied
-
-
-def _has_random_blocks(stack: StackConfig) -> bool:
-    return any(block.attention.random_blocks > 0 for repeat in stack.pattern for block in repeat.blocks)
 
 
 class KnobDescription(NamedTuple):
@@ -562,14 +559,10 @@ def read_knob(config: ModelConfig, name: str) -> list[Any]:
                 case SetSelfAttention(field):
                     values.append(getattr(getattr(part, "attention", None), field))
                 case _:
-                    choices = list_choices(_knob_hint(name))
+                    choices = list_choices(next(o.hint for o in describe_fields(Knobs) if o.name == name))
                     kept = [choice for choice in choices if _keeps(config, name, choice)]
                     return kept if len(kept) < len(choices) else []  # if all leave it as it is, it has no such part
-    return _unique(values)
-
-
-def _knob_hint(name: str) -> Any:
-    return next(option.hint for option in describe_fields(Knobs) if option.name == name)
+    return list(dict.fromkeys(values))
 
 
 def _keeps(config: ModelConfig, name: str, value: Any) -> bool:
@@ -591,21 +584,16 @@ def _parts(part: Any) -> Iterator[Any]:
             yield from _parts(getattr(part, field.name))
 
 
-def _unique(values: list[Any]) -> list[Any]:
-    return list(dict.fromkeys(values))
-
-
 def _read_positions(config: ModelConfig) -> list[Any]:
     inputs = [part.positions for part in _parts(config) if isinstance(part, (EmbeddingConfig, PatchConfig))]
     blocks = [part.attention.positions for part in _parts(config) if isinstance(part, BlockConfig)]
-    return _unique([scheme.kind for scheme in inputs + blocks if scheme is not None]) or ["none"]
+    return list(dict.fromkeys(scheme.kind for scheme in inputs + blocks if scheme is not None)) or ["none"]
 
 
-def _read_head(config: ModelConfig) -> list[Any]:
-    return [config.head.kind if config.head else "none"]
-
-
-READERS: dict[str, Callable[[ModelConfig], list[Any]]] = {"positions": _read_positions, "head": _read_head}
+READERS: dict[str, Callable[[ModelConfig], list[Any]]] = {
+    "positions": _read_positions,
+    "head": lambda config: [config.head.kind if config.head else "none"],
+}
 
 # A configuration whose parts have only the fields that are required.
 PLAIN_BLOCK = BlockConfig(width=1, attention=AttentionConfig(heads=1), feedforward=FeedForwardConfig(hidden=1))

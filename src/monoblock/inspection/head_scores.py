@@ -395,13 +395,8 @@ def find_word(tokenizer: Tokenizer, ids: Sequence[int], word: str) -> list[int]:
         joined = ""
         for end in range(start, len(ids)):
             joined += texts[end].removeprefix("##")
-            if joined == word and (end + 1 == len(ids) or not _continues(tokenizer, ids[end + 1])):
+            if joined == word and (end + 1 == len(ids) or not tokenizer.token(ids[end + 1]).startswith("##")):
                 return list(range(start, end + 1))
             if not word.startswith(joined):
                 break
     return []
-
-
-def _continues(tokenizer: Tokenizer, number: int) -> bool:
-    """Return whether a token continues the word before it."""
-    return tokenizer.token(number).startswith("##")

@@ -44,16 +44,12 @@ class Block(nn.Module):
         self.feedforward = kind(config.width, config.feedforward) if config.feedforward.hidden else None
         without_norm = {"attention": not config.attention_norm, "feedforward": config.residual == "parallel_shared"}
         for name in config.sublayers:
-            self._add_norms_and_gain(name, has_norm=not without_norm.get(name, False))
-
-    def _add_norms_and_gain(self, name: str, *, has_norm: bool) -> None:
-        """Register the norms and the gain of one sublayer under its name."""
-        config = self.config
-        has_output_norm = has_norm and config.norm_place == "sandwich"
-        self.register_module(f"{name}_norm", Norm(config.width, config.norm) if has_norm else None)
-        self.register_module(f"{name}_output_norm", Norm(config.width, config.norm) if has_output_norm else None)
-        gain = None if config.layer_scale is None else nn.Parameter(torch.full((config.width,), config.layer_scale))
-        self.register_parameter(f"{name}_gain", gain)
+            has_norm = not without_norm.get(name, False)
+            has_output_norm = has_norm and config.norm_place == "sandwich"
+            self.register_module(f"{name}_norm", Norm(config.width, config.norm) if has_norm else None)
+            self.register_module(f"{name}_output_norm", Norm(config.width, config.norm) if has_output_norm else None)
+            gain = None if config.layer_scale is None else nn.Parameter(torch.full((config.width,), config.layer_scale))
+            self.register_parameter(f"{name}_gain", gain)
 
     def forward(
         self,

@@ -42,17 +42,13 @@ class Embedding(nn.Module):
         self.scale = math.sqrt(width) if config.scale == "sqrt_width" else float(config.scale)
         self.token = nn.Embedding(config.vocab, dim) if owns_tokens else None
         added_dim = width if config.projection == "first" else dim  # the size that positions are added to
-        learned = isinstance(config.positions, Learned)
-        self.position = nn.Embedding(self._num_positions(config), added_dim) if learned else None
+        self.position: nn.Embedding | None = None
+        if isinstance(config.positions, Learned):
+            assert config.context is not None
+            self.position = nn.Embedding(config.context + config.positions.offset, added_dim)
         self.segment = nn.Embedding(config.segments, added_dim) if config.segments else None
         self.norm = Norm(added_dim, config.norm) if config.norm is not None else None
         self.projection = nn.Linear(dim, width, bias=config.projection_bias) if dim != width else None
-
-    @staticmethod
-    def _num_positions(config: EmbeddingConfig) -> int:
-        assert isinstance(config.positions, Learned)
-        assert config.context is not None
-        return config.context + config.positions.offset
 
     def forward(
         self,

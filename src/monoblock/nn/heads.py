@@ -97,7 +97,10 @@ class Head(nn.Module):
         config = self.config
         x = hidden
         if config.kind in SEQUENCE_HEADS:
-            x = self._pool(hidden, valid)
+            x = pool(hidden, valid, config.pooling)
+            if self.pooler is not None:
+                x = ACTIVATIONS[config.pooler](self.pooler(x))
+            x = F.normalize(x, dim=-1) if config.normalize else x
         if config.kind == "pooled":
             return apply_tap(tap, "pooled", x if self.output is None else self.output(x))
         if self.transform is not None:
@@ -126,12 +129,6 @@ class Head(nn.Module):
         assert isinstance(weight, Tensor)
         x = x if self.scale == 1.0 else x * self.scale
         return x, weight, self.bias if self.bias is not None else self.fixed_bias
-
-    def _pool(self, hidden: Tensor, valid: Tensor | None) -> Tensor:
-        x = pool(hidden, valid, self.config.pooling)
-        if self.pooler is not None:
-            x = ACTIVATIONS[self.config.pooler](self.pooler(x))
-        return F.normalize(x, dim=-1) if self.config.normalize else x
 
     def _logits(self, x: Tensor, table: Tensor | nn.Module | None) -> Tensor:
         bias = self.bias if self.bias is not None else self.fixed_bias

@@ -34,9 +34,3 @@ def can_join(layers: Sequence[nn.Module | None]) -> bool:
     """Return whether all layers are linear, and either all of them or none have a bias."""
     has_bias = {layer.bias is not None for layer in layers if isinstance(layer, nn.Linear)}
     return all(isinstance(layer, nn.Linear) for layer in layers) and len(has_bias) == 1
-
-
-def join_weights(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Concatenate the weights, and the biases if there are any, of layers with the same input."""
-    weight = torch.cat([layer.weight for layer in layers])
-    return weight, None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])

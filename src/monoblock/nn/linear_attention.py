@@ -45,23 +45,9 @@ def feature_map(x: Tensor) -> Tensor:
     return F.elu(x.float() if x.dtype in HALF_DTYPES else x) + 1
 
 
-def sum_keys_values(k: Features, v: Tensor) -> LinearState:
-    """Return the sums over all tokens of k (B, G, T, K) and v (B, G, T, V)."""
-    return LinearState(k.rotated.mT @ v, k.plain.sum(2))
-
-
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Divide (…, V) by (…); the result is 0 where the denominator is 0, for a query that sees no key."""
     return numerator / torch.where(denominator > 0, denominator, 1).unsqueeze(-1)
-
-
-def _fold_heads(q: Tensor, groups: int) -> Tensor:
-    """Reshape queries (B, H, T, K) to (B, G, H/G · T, K), so that those of one key head are one matrix."""
-    return q.unflatten(1, (groups, -1)).flatten(2, 3)
-
-
-def _fold_queries(q: Features, groups: int) -> Features:
-    return Features(*(_fold_heads(features, groups) for features in q))
 
 
 def cumulative_sum(x: Tensor) -> Tensor:
@@ -86,10 +72,10 @@ def attend_full(q: Features, k: Features, v: Tensor) -> Tensor:
 
     The shapes are q (B, H, T, K), k (B, G, S, K), v (B, G, S, V) and the output (B, H, T, V).
     """
-    state, (B, H, T, _) = sum_keys_values(k, v), q.rotated.shape
-    folded = _fold_queries(q, k.rotated.shape[1])
-    denominator = (folded.plain * state.keys.unsqueeze(2)).sum(-1)
-    return _divide(folded.rotated @ state.products, denominator).view(B, H, T, -1)
+    (B, H, T, _), G = q.rotated.shape, k.rotated.shape[1]
+    rotated, plain = (t.unflatten(1, (G, -1)).flatten(2, 3) for t in q)  # (B, G, H/G · T, K)
+    denominator = (plain * k.plain.sum(2).unsqueeze(2)).sum(-1)
+    return _divide(rotated @ (k.rotated.mT @ v), denominator).view(B, H, T, -1)
 
 
 def attend_causal_chunks(q: Features, k: Features, v: Tensor, state: LinearState | None = None) -> Tensor:

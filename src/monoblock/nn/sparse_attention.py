@@ -60,11 +60,6 @@ class TilePlan:
         """Whether every tile of queries is in a chunk; the output of the others is zero."""
         return all(sum(chunk.q_tiles.numel() for chunk in chunks) == self.q_tiles for chunks in self.rows)
 
-    @property
-    def num_pairs(self) -> int:
-        """The number of (query, key) pairs that are computed in all rows."""
-        return sum(chunk.visible.numel() for chunks in self.rows for chunk in chunks)
-
 
 class _TilePairs(NamedTuple):
     """The pairs of tiles to compute: all (P,), sorted by row and query tile."""
@@ -93,7 +88,7 @@ def plan_tiles(
     if k.prefix_or_global is not None:  # flagged tokens see, or are seen by, all: together they fill the fewest tiles
         orders.append((_flagged_first(q), _flagged_first(k)))
     candidates = [
-        _find_pairs(mask, _reorder(q, q_order), _reorder(k, k_order), q_order, k_order, tile)
+        find_tile_pairs(mask, _reorder(q, q_order), _reorder(k, k_order), tile, q_order, k_order)
         for tile in sizes
         for q_order, k_order in orders
     ]
@@ -122,15 +117,15 @@ def _reorder(tokens: TokenPositions, order: Tensor | None) -> TokenPositions:
     return replace(tokens.map_tensors(reorder), start=None)
 
 
-def find_tile_pairs(mask: Mask, q: TokenPositions, k: TokenPositions, tile: int) -> _TilePairs:
-    """Return the pairs of tiles in which the mask may allow a pair of tokens, sorted by row and query tile."""
-    return _find_pairs(mask, q, k, None, None, tile)
-
-
-def _find_pairs(
-    mask: Mask, q: TokenPositions, k: TokenPositions, q_order: Tensor | None, k_order: Tensor | None, tile: int
+def find_tile_pairs(
+    mask: Mask,
+    q: TokenPositions,
+    k: TokenPositions,
+    tile: int,
+    q_order: Tensor | None = None,
+    k_order: Tensor | None = None,
 ) -> _TilePairs:
-    """Return the pairs of tiles in which the mask may allow a pair of tokens."""
+    """Return the pairs of tiles in which the mask may allow a pair of tokens, sorted by row and query tile."""
     q_ranges = _tile_ranges(replace(q, valid=None), tile).map_tensors(lambda t: t[:, :, None])
     k_ranges = _tile_ranges(k, tile).map_tensors(lambda t: t[:, None, :])
     rows = max(q.batch, k.batch)
