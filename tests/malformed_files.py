@@ -24,7 +24,7 @@ import monoblock as mb
 from monoblock.errors import MonoblockError
 from monoblock.interop.convert import pickle_to_safetensors
 from monoblock.interop.huggingface.export import export_hf
-from monoblock.interop.weights import open_weights
+from monoblock.interop.model_folder import ModelFolder
 from monoblock.model import Transformer
 from monoblock.tokenizers.chat_template import render_chat
 from monoblock.tokenizers.tokenizer import Tokenizer
@@ -465,7 +465,7 @@ class ReaderTrial:
 def try_weights(trial, secret):
     for name, raw in weight_files():
         folder = trial.write_folder({"model.safetensors": raw})
-        trial.run("safetensors", name, lambda f=folder: dict(open_weights(f)), allowed_folder=folder)
+        trial.run("safetensors", name, lambda f=folder: dict(ModelFolder(f).weights), allowed_folder=folder)
     one, two = to_bytes({"a": torch.ones(3)}), to_bytes({"b": torch.ones(3)})
     again = to_bytes({"a": torch.ones(3), "b": torch.ones(1)})
     for name, value in index_files(secret):
@@ -475,7 +475,7 @@ def try_weights(trial, secret):
         (folder / "link.safetensors").symlink_to(secret)
         (folder / "folder.safetensors").mkdir()
         os.mkfifo(folder / "pipe.safetensors")
-        trial.run("index", name, lambda f=folder: dict(open_weights(f)), allowed_folder=folder)
+        trial.run("index", name, lambda f=folder: dict(ModelFolder(f).weights), allowed_folder=folder)
 
 
 def try_configs(trial, good_folder):

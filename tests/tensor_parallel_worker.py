@@ -14,7 +14,7 @@ import torch
 import monoblock as mb
 from monoblock.cli.main import run
 from monoblock.inference.supported_models import reason_not_to_optimize
-from monoblock.interop.folder import load_model
+from monoblock.interop.model_folder import load_model
 from monoblock.parallel import inference
 from monoblock.parallel.strategy import whole_tensor
 from monoblock.parallel.tensor_parallel import split_model, to_local

@@ -235,7 +235,7 @@ def test_a_wrong_import_is_seen(module, source):
         ("nn.norm", "import torch\nfrom torch import nn\nfrom monoblock.config.parts import NormConfig"),
         ("nn.norm", "from monoblock.nn.tap import Tap"),
         ("data.noise", "from monoblock.tokenizers.tokenizer import Tokenizer"),
-        ("model", "from monoblock.inference import generate\nfrom monoblock.interop.folder import load_model"),
+        ("model", "from monoblock.inference import generate\nfrom monoblock.interop.model_folder import load_model"),
         ("cli.ls", "from monoblock import __version__\nfrom monoblock.cli.output import table"),
         ("config.presets", "from monoblock.config.families import gpt"),
         ("config.model", "import json"),

@@ -14,9 +14,8 @@ import monoblock as mb
 from monoblock.config.parts import PatchConfig
 from monoblock.data.readers.by_path import infer_kind, read_split
 from monoblock.interop.adapters import load_adapter, save_adapter
-from monoblock.interop.config_file import read_any_config
-from monoblock.interop.folder import save_model
-from monoblock.interop.labels import read_labels
+from monoblock.interop.model_folder import ModelFolder, read_any_config
+from monoblock.interop.save import save_model
 from monoblock.nn.lora import add_lora
 from monoblock.runs.load import load
 from monoblock.runs.recipe import parse_recipe, read_recipe
@@ -154,7 +153,7 @@ def test_an_adapter_with_a_matrix_of_another_shape_is_refused(shape, tmp_path):
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"{}", b"[[1]]", b"\xff", b'["a", "b"', b"9" * 9000])
 def test_labels_that_are_no_list_are_refused(content, tmp_path):
     (tmp_path / "labels.json").write_bytes(content)
-    assert_refused("labels.json", read_labels, tmp_path)
+    assert_refused("labels.json", lambda path: ModelFolder(path).labels, tmp_path)
 
 
 SCALER = torch.amp.GradScaler("cpu").state_dict()

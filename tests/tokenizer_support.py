@@ -5,6 +5,9 @@ import random
 from hypothesis import strategies as st
 
 import monoblock as mb
+from monoblock.tokenizers.formats import sentencepiece
+from monoblock.tokenizers.formats.families import FAMILIES
+from monoblock.tokenizers.formats.vocabulary_files import from_sentencepiece
 
 TEXTS = [
     "In the beginning God created the heaven and the earth.\n",
@@ -71,3 +74,23 @@ def random_strings(count):
         chosen = [rng.choice(ranges) for _ in range(rng.randrange(1, 4))]
         strings.append("".join(chr(rng.randrange(*rng.choice(chosen))) for _ in range(rng.randrange(23))))
     return strings
+
+
+def spm_tokenizer():
+    """Build a small SentencePiece BPE model with byte fallback: letters, and words by merges."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256))]
+    types = [2, 3, 3, *([6] * 256)]
+    letters = ["▁", *"etaoinsh"]
+    pairs = ["th", "he", "an", "in", "▁t", "the", "▁th", "▁the"]
+    pieces += letters + pairs
+    types += [1] * (len(letters) + len(pairs))
+    scores = [0.0] * 259 + [-100.0] * len(letters) + [-float(n) for n in range(len(pairs))]
+    model = sentencepiece.SentencePieceModel(
+        pieces=pieces, scores=scores, types=types, model_type=2, byte_fallback=True, collapse=False
+    )
+    special_tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return (
+        from_sentencepiece(sentencepiece.validate(model, "hand"), FAMILIES["llama"], special_tokens),
+        special_tokens,
+        "hand",
+    )

@@ -17,11 +17,11 @@ import monoblock as mb
 from monoblock.config.parts import PatchConfig
 from monoblock.data.readers.by_path import read_split
 from monoblock.interop.adapters import load_adapter, save_adapter
-from monoblock.interop.config_file import read_any_config
 from monoblock.interop.convert import pickle_to_safetensors
-from monoblock.interop.folder import save_model
 from monoblock.interop.gguf.writer import save_gguf
 from monoblock.interop.huggingface.export import export_hf
+from monoblock.interop.model_folder import read_any_config
+from monoblock.interop.save import save_model
 from monoblock.nn.lora import add_lora
 from monoblock.runs.recipe import read_recipe
 from monoblock.tasks.image_inputs import read_pixels

@@ -70,7 +70,7 @@ class Transformer(transformer.Transformer):
 
         `ignore_fields` are fields of a Hugging Face or GGUF file that have no effect, although they are not known here.
         """
-        from monoblock.interop.folder import load_model
+        from monoblock.interop.model_folder import load_model
 
         return load_model(cls, folder, dtype=dtype, device=device, ignore_fields=ignore_fields)
 
@@ -84,6 +84,6 @@ class Transformer(transformer.Transformer):
         them exactly, else that of the model.  LoRA adapters are written merged into the weights; `mb.save_adapter`
         writes the adapters alone.
         """
-        from monoblock.interop.folder import save_model
+        from monoblock.interop.save import save_model
 
         save_model(self, folder, dtype=dtype, max_shard_size=max_shard_size)

@@ -227,10 +227,41 @@ def check_expansion(path: str | Path, size: int) -> None:
 
 def read_json(path: str | Path, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_JSON_VALUES) -> dict[str, Any]:
     """Read a JSON file that contains an object, by the rules of `parse_json`."""
-    data = parse_json(read_bytes(path, max_bytes), str(path), max_values=max_values)
+    return _parse_object(read_bytes(path, max_bytes), path, max_values)
+
+
+def _parse_object(raw: bytes, path: str | Path, max_values: int) -> dict[str, Any]:
+    data = parse_json(raw, str(path), max_values=max_values)
     if not isinstance(data, dict):
         raise FileError(f"{path} does not contain a JSON object; is it the right file?")
     return data
+
+
+class Folder:
+    """The files of a folder, each of which is opened and parsed at most once."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._contents: dict[str, bytes] = {}
+        self._objects: dict[str, dict[str, Any]] = {}
+
+    def has(self, name: str) -> bool:
+        return has_file(self.path, name)
+
+    def read_bytes(self, name: str, max_bytes: int = MAX_BYTES) -> bytes:
+        """Return the content of a regular file of the folder."""
+        if name not in self._contents:
+            self._contents[name] = read_bytes(safe_join(self.path, name), max_bytes)
+        return self._contents[name]
+
+    def read_json(self, name: str, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_JSON_VALUES) -> dict[str, Any]:
+        """Return the object in a JSON file, which must not be changed; {} if the folder has no such file."""
+        if name not in self._objects:
+            path = self.path / name
+            self._objects[name] = (
+                _parse_object(self.read_bytes(name, max_bytes), path, max_values) if self.has(name) else {}
+            )
+        return self._objects[name]
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

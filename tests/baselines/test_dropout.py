@@ -15,7 +15,7 @@ import monoblock as mb
 from monoblock.baselines.carried import CarriedLoss
 from monoblock.baselines.dropout import DropoutLSTM, VariationalDropout, drop_words
 from monoblock.config.schema import from_dict, to_dict
-from monoblock.interop.folder import read_config
+from monoblock.interop.model_folder import ModelFolder
 from monoblock.kernels.cpu import onednn
 
 B, L, T, D, V = 2, 3, 7, 11, 13
@@ -286,7 +286,7 @@ def test_a_configuration_is_read_back_and_fields_have_defaults(tmp_path):
     config = mb.RecurrentConfig(vocab=V, width=D, **ALL)
     assert from_dict(mb.RecurrentConfig, to_dict(config)) == config
     mb.Recurrent(config).save_pretrained(tmp_path)
-    assert read_config(tmp_path) == config
+    assert ModelFolder(tmp_path).config == config
     few = {"kind": "language_model", "vocab": V, "width": D, "depth": 2, "target_vocab": None, "tie": True}
     assert from_dict(mb.RecurrentConfig, {**few, "dropout": 0.5}) == mb.RecurrentConfig(vocab=V, width=D, dropout=0.5)
 

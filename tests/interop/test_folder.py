@@ -11,7 +11,7 @@ from training_support import train_until, write_recipe
 import monoblock as mb
 from monoblock.cli.main import run as cli
 from monoblock.errors import FileError
-from monoblock.interop.folder import read_config
+from monoblock.interop.model_folder import ModelFolder
 from monoblock.model import Transformer
 
 
@@ -42,7 +42,7 @@ def change_weights(folder, change):
 
 def test_a_folder_holds_two_files_and_no_temporary_one(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-    assert read_config(folder) == tiny_model("gpt2").config
+    assert ModelFolder(folder).config == tiny_model("gpt2").config
 
 
 def test_saving_again_replaces_what_was_there(folder):
@@ -103,7 +103,7 @@ def test_a_config_that_is_not_utf8_is_refused(folder):
 def test_a_config_of_another_program_is_refused(folder, text):
     (folder / "config.json").write_text(text)
     with pytest.raises(FileError):
-        read_config(folder)
+        _ = ModelFolder(folder).config
 
 
 def test_deeply_nested_json_is_refused_in_one_line(folder):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from strings import WORDS, sample_strings
+from tokenizer_support import spm_tokenizer
 from tokenizers import ByteLevelBPETokenizer
 
 import monoblock as mb
@@ -18,11 +19,11 @@ from monoblock.interop.certificate import compare_logits, load_reference, silenc
 from monoblock.interop.gguf.architectures import ARCHITECTURES, LM_CLASS
 from monoblock.interop.gguf.reader import GgufWeights
 from monoblock.interop.gguf.writer import save_gguf
+from monoblock.interop.model_folder import ModelFolder
 from monoblock.model import Transformer
-from monoblock.tokenizers.formats import sentencepiece
 from monoblock.tokenizers.formats.families import FAMILIES, assemble_tokenizer_json
 from monoblock.tokenizers.formats.gguf import from_fields, read_gguf_header, to_fields
-from monoblock.tokenizers.formats.vocabulary_files import byte_level_sections, from_sentencepiece
+from monoblock.tokenizers.formats.vocabulary_files import byte_level_sections
 
 gguf = pytest.importorskip("gguf")
 SIZES = {"vocab": 320, "width": 96, "depth": 2, "context": 64}
@@ -89,7 +90,7 @@ def test_transformers_computes_the_same_logits_from_the_file(name, ids, tmp_path
     tokenizer = mb.Tokenizer.from_content(*spm_tokenizer())
     save_gguf(model, tmp_path / "model.gguf", kind="f32", tokenizer=tokenizer)
     with torch.no_grad(), silence_transformers():
-        assert max(compare_logits(model, load_reference(tmp_path / "model.gguf")).values()) < 1e-4
+        assert max(compare_logits(model, load_reference(ModelFolder(tmp_path / "model.gguf"))).values()) < 1e-4
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -165,26 +166,6 @@ def test_the_header_is_read_as_the_gguf_package_reads_it(tmp_path):
 
 
 # -- tokenizers --------------------------------------------------------------------------------------------------------
-
-
-def spm_tokenizer():
-    """Build a small SentencePiece BPE model with byte fallback: letters, and words by merges."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256))]
-    types = [2, 3, 3, *([6] * 256)]
-    letters = ["▁", *"etaoinsh"]
-    pairs = ["th", "he", "an", "in", "▁t", "the", "▁th", "▁the"]
-    pieces += letters + pairs
-    types += [1] * (len(letters) + len(pairs))
-    scores = [0.0] * 259 + [-100.0] * len(letters) + [-float(n) for n in range(len(pairs))]
-    model = sentencepiece.SentencePieceModel(
-        pieces=pieces, scores=scores, types=types, model_type=2, byte_fallback=True, collapse=False
-    )
-    special_tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return (
-        from_sentencepiece(sentencepiece.validate(model, "hand"), FAMILIES["llama"], special_tokens),
-        special_tokens,
-        "hand",
-    )
 
 
 def bpe_tokenizer():

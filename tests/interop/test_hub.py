@@ -9,7 +9,7 @@ import pytest
 import monoblock as mb
 from monoblock.cli.main import run
 from monoblock.errors import FileError
-from monoblock.interop.hub import ALLOW_PATTERNS, resolve_model_path
+from monoblock.interop.model_folder import ALLOW_PATTERNS, resolve_model_path
 
 
 def replace_hub(monkeypatch, download):

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save, save_file
 
 import monoblock as mb
-from monoblock.interop.weights import DTYPES, open_weights, read_header
+from monoblock.interop.model_folder import ModelFolder
+from monoblock.interop.weights import DTYPES, read_header
 from monoblock.untrusted_files import parse_json, read_json, safe_join
 
 
@@ -36,7 +37,7 @@ def test_files_of_the_safetensors_library_are_read_unchanged(first, tmp_path):
     for seed in range(first, first + 50):
         expected = random_tensors(seed)
         save_file(expected, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        weights = open_weights(tmp_path)
+        weights = ModelFolder(tmp_path).weights
         assert equal_tensors(weights, expected)
         assert weights.shapes == {name: tuple(tensor.shape) for name, tensor in expected.items()}
         assert weights.nbytes == sum(tensor.nbytes for tensor in expected.values())
@@ -49,7 +50,7 @@ def test_shards_are_read_as_one_mapping(tmp_path):
     for file in set(weight_map.values()):
         save_file({name: expected[name] for name in names if weight_map[name] == file}, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    assert equal_tensors(open_weights(tmp_path), expected)
+    assert equal_tensors(ModelFolder(tmp_path).weights, expected)
 
 
 def test_a_header_of_any_length_is_read(tmp_path):
@@ -59,7 +60,7 @@ def test_a_header_of_any_length_is_read(tmp_path):
         path = tmp_path / "model.safetensors"
         path.write_bytes(struct.pack("<Q", length + padding) + raw[8 : 8 + length] + b" " * padding + raw[8 + length :])
         assert read_header(path)["a"].shape == (6,)
-        assert torch.equal(open_weights(tmp_path)["a"].clone(), torch.arange(6.0))
+        assert torch.equal(ModelFolder(tmp_path).weights["a"].clone(), torch.arange(6.0))
 
 
 def test_symlinks_into_the_blobs_of_the_hub_cache_are_followed_and_others_refused(tmp_path):
@@ -68,19 +69,19 @@ def test_symlinks_into_the_blobs_of_the_hub_cache_are_followed_and_others_refuse
     snapshot.mkdir(parents=True)
     save_file({"a": torch.ones(3)}, blobs / "0123")
     (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
-    assert torch.equal(open_weights(snapshot)["a"], torch.ones(3))
+    assert torch.equal(ModelFolder(snapshot).weights["a"], torch.ones(3))
     save_file({"a": torch.ones(3)}, tmp_path / "outside")
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to("../../outside")
     with pytest.raises(mb.FileError, match="leads out of the folder"):
-        open_weights(snapshot)
+        _ = ModelFolder(snapshot).weights
 
 
 def test_a_folder_may_be_a_symlink(tmp_path):
     (tmp_path / "real").mkdir()
     save_file({"a": torch.ones(3)}, tmp_path / "real" / "model.safetensors")
     (tmp_path / "link").symlink_to("real")
-    assert list(open_weights(tmp_path / "link")) == ["a"]
+    assert list(ModelFolder(tmp_path / "link").weights) == ["a"]
     assert safe_join(tmp_path / "link", "model.safetensors").is_file()
 
 

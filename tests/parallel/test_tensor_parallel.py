@@ -17,8 +17,8 @@ import monoblock as mb
 from monoblock.cli.main import run
 from monoblock.config.knobs import rebuild
 from monoblock.config.model import AttentionConfig, BlockConfig, Buckets, FeedForwardConfig, Rotary
-from monoblock.interop.folder import load_model
 from monoblock.interop.gguf.writer import save_gguf
+from monoblock.interop.model_folder import load_model
 from monoblock.parallel.launch import launch as start_processes
 
 PRESETS = (

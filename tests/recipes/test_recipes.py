@@ -19,7 +19,7 @@ from monoblock.cli.main import run
 from monoblock.data.corpora import docstrings
 from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint, load_corpus
 from monoblock.errors import ConfigError
-from monoblock.interop.folder import load_model
+from monoblock.interop.model_folder import load_model
 from monoblock.recipes.parse import list_recipes
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import build_model_config, read_recipe, task_of_recipe

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.interop.labels import write_labels
+from monoblock.interop.model_folder import write_labels
 
 NAMES = ["warmth", "length"]
 

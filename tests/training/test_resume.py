@@ -24,7 +24,7 @@ from training_support import (
 )
 
 from monoblock.errors import FileError
-from monoblock.interop.tokenizer_folder import load_tokenizer
+from monoblock.interop.model_folder import ModelFolder
 from monoblock.model import Transformer
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training import checkpoint
@@ -446,10 +446,13 @@ def test_a_tokenizer_of_another_model_is_an_error(interrupted, capsys):
     assert run_command("train", recipe, "--out", folder, "--resume") == 1
     assert "is not the one the model was trained with" in read_error(capsys)
     with pytest.raises(FileError, match="give the tokenizer from the model's own folder"):
-        load_tokenizer(folder)
+        ModelFolder(folder).load_tokenizer()
 
 
 def test_a_finished_run_stores_the_fingerprint_of_its_tokenizer(uninterrupted):
     _, folder = uninterrupted
-    assert load_tokenizer(folder).fingerprint == json.loads((folder / "config.json").read_text())["tokenizer"]
-    assert Transformer.from_pretrained(folder).config.input.vocab == load_tokenizer(folder).vocab_size
+    assert (
+        ModelFolder(folder).load_tokenizer().fingerprint
+        == json.loads((folder / "config.json").read_text())["tokenizer"]
+    )
+    assert Transformer.from_pretrained(folder).config.input.vocab == ModelFolder(folder).load_tokenizer().vocab_size

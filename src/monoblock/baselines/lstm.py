@@ -39,7 +39,8 @@ from monoblock.baselines.generate import GenerateCall
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, InputError
 from monoblock.inference.scheduler import Prompt, pad_right
-from monoblock.interop.folder import load_model, save_model
+from monoblock.interop.model_folder import load_model
+from monoblock.interop.save import save_model
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.arguments import select_tokens
 from monoblock.nn.generation_options import GeneratedTokens, ModelOptions, TokenRows

@@ -25,7 +25,7 @@ from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.parts import CheckpointMode
 from monoblock.errors import ConfigError, InputError
-from monoblock.interop.config_file import read_any_config
+from monoblock.interop.model_folder import read_any_config
 from monoblock.runs.account import account, is_recipe
 
 if TYPE_CHECKING:

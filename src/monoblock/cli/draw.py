@@ -10,7 +10,7 @@ from monoblock.cli.output import echo, suggest_next
 from monoblock.cli.verb import argument, option
 from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError
-from monoblock.interop.config_file import read_any_config
+from monoblock.interop.model_folder import read_any_config
 from monoblock.plots.architecture import draw
 
 

@@ -54,7 +54,7 @@ class Prune:
         if (self.remove is None) == (self.keep is None):
             raise ConfigError("give either --remove N or --keep F, as in --keep 0.5")
         check_empty(self.out)
-        from monoblock.interop.hub import resolve_model_path
+        from monoblock.interop.model_folder import resolve_model_path
         from monoblock.runs.inspect.prune import prune_model
 
         with ProgressBar("passes") as progress:

@@ -47,15 +47,16 @@ class Quantize:
         check_empty(self.out)
         is_file = self.data is not None and self.data.is_file()
         text, data = (str(self.data), None) if is_file else (self.text, self.data)
-        from monoblock.interop.companions import read_companions
+        from monoblock.interop.model_folder import ModelFolder, load_model
         from monoblock.model import Transformer
         from monoblock.quantization.convert import quantize
 
-        before = Transformer.from_pretrained(self.model).eval()
+        folder = ModelFolder(self.model)
+        before = load_model(Transformer, folder).eval()
         is_language_model = before.config.family == "decoder-only" and before.config.head is not None
         tokenizer, documents = None, None
         with contextlib.suppress(FileError):  # a tokenizer that cannot be read is copied, too
-            tokenizer = read_companions(before.loaded_from).load_tokenizer()
+            tokenizer = folder.tokenizer if folder.has_tokenizer else None
         if is_language_model and tokenizer is not None:
             documents = encode_text(tokenizer, text, resolve_data_folder(data))
         options: dict[str, Any] = {"bits": int(self.bits), "group": self.group, "table_bits": int(self.table_bits)}

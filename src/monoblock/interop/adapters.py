@@ -24,7 +24,7 @@ from monoblock.config.model import HeadConfig, ModelConfig
 from monoblock.config.schema import from_dict, to_dict
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.interop.huggingface.export import choose_family
-from monoblock.interop.labels import write_labels
+from monoblock.interop.model_folder import write_labels
 from monoblock.interop.rename import CONV1D, CONV1D_QKV, AttentionShape, TensorMapping, map_weights
 from monoblock.interop.weights import SafetensorsWeights, build_on_meta, commit_file
 from monoblock.nn.arguments import check_model

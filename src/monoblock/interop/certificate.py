@@ -10,7 +10,7 @@ import inspect
 import json
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,10 +23,8 @@ from torch import Tensor
 from monoblock.config.model import EmbeddingConfig, FramesConfig, PatchConfig
 from monoblock.errors import MonoblockError
 from monoblock.interop.convert import SourceModel, read_model_type
-from monoblock.interop.folder import CONFIG_FILE, load_model
-from monoblock.interop.tokenizer_folder import vocab_size
-from monoblock.interop.weights import INDEX_FILE, open_weights
-from monoblock.untrusted_files import read_json, safe_join
+from monoblock.interop.model_folder import CONFIG_FILE, ModelFolder, load_model, vocab_size
+from monoblock.interop.weights import INDEX_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,23 +61,23 @@ def certify(
     dtype: the type to which the weights of the output were rounded.
     If transformers cannot load them, log the reason and report no difference; the conversion itself is not affected.
     """
-    model, output = source.model, Path(output_path)
+    model, output = source.model, ModelFolder(output_path)
     family = _family_name(source, output if model_format == "hf" else None)
     count = sum(weight.numel() for weight in model.parameters())
     if count > MAX_PARAMETERS:
         log(f"{count:,} parameters are too many to compare in memory, so no difference of logits is reported")
         return Certificate(family, count, len(model.state_dict()), None)
-    ignored, differences = source.ignore_fields, list[dict[str, float]]()
+    differences = list[dict[str, float]]()
     if model_format == "gguf":
-        differences.append(logit_differences(source.path, output, ignored, read_by_us=True))
+        differences.append(logit_differences(source.folder, output, read_by_us=True))
     if dtype is not None:
-        rounding = _largest([logit_differences(source.path, output, ignored, read_by_us=True)])
+        rounding = _largest([logit_differences(source.folder, output, read_by_us=True)])
         if rounding > 0:
             log(f"the weights were rounded to {dtype}, which changes the logits by up to {rounding:.2g}")
-    pairs = [(source.path, source.path)] if source.format in ("hf", "gguf") else []
+    pairs = [(source.folder, source.folder)] if source.format in ("hf", "gguf") else []
     if model_format in ("hf", "gguf"):
-        pairs.append((source.path if dtype is None else output, output))
-    by_transformers = list(_compare_with_transformers(pairs, ignored, log))
+        pairs.append((source.folder if dtype is None else output, output))
+    by_transformers = list(_compare_with_transformers(pairs, log))
     differences += by_transformers
     if not differences:
         log("transformers is not installed or cannot read these formats, so no difference of logits is reported")
@@ -91,7 +89,7 @@ def certify(
 
 
 def _compare_with_transformers(
-    pairs: Sequence[tuple[Path, Path]], ignored: Sequence[str], log: Callable[[str], None]
+    pairs: Sequence[tuple[ModelFolder, ModelFolder]], log: Callable[[str], None]
 ) -> Iterator[dict[str, float]]:
     """Yield the differences between our model from the first path of a pair and that of transformers from the second.
 
@@ -100,26 +98,24 @@ def _compare_with_transformers(
     for ours, theirs in pairs:
         reason = _reason_not_to_read(theirs)
         if reason is not None:
-            log(f"transformers {reason}, so {theirs} is not compared with it")
+            log(f"transformers {reason}, so {theirs.path} is not compared with it")
             continue
         try:
-            yield logit_differences(ours, theirs, ignored if ours == pairs[0][0] else ())
+            yield logit_differences(ours, theirs)
         except Exception as error:  # transformers may fail in many ways, depending on its version
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            log(f"transformers failed ({reason}), so {theirs} is not compared with it")
+            log(f"transformers failed ({reason}), so {theirs.path} is not compared with it")
 
 
-def _reason_not_to_read(path: Path) -> str | None:
+def _reason_not_to_read(folder: ModelFolder) -> str | None:
     """Return why transformers cannot be a reference for a file or folder, or None."""
     if not find_spec("transformers"):
         return "is not installed"
-    if path.is_dir():
+    if not folder.is_gguf:
         return None
     if not all(find_spec(name) for name in ("accelerate", "gguf")):
         return "cannot read GGUF here (pip install gguf accelerate)"
-    from monoblock.interop.gguf.reader import has_rope_factors
-
-    return "ignores the rotary factors of a GGUF file" if has_rope_factors(path) else None
+    return "ignores the rotary factors of a GGUF file" if "rope_freqs.weight" in folder.gguf.tensors else None
 
 
 def _largest(differences: list[dict[str, float]]) -> float:
@@ -131,33 +127,26 @@ def _merge(differences: list[dict[str, float]]) -> dict[str, float]:
     return {name: max(row[name] for row in differences) for name in differences[0]}
 
 
-def _family_name(source: SourceModel, output_path: Path | None) -> str:
+def _family_name(source: SourceModel, output: ModelFolder | None) -> str:
     """Return the name of the model's family: model_type or GGUF architecture of source or output, else our own name."""
     if source.format == "gguf":
-        from monoblock.tokenizers.formats.gguf import read_gguf_header
-
-        return str(read_gguf_header(source.path).fields["general.architecture"])
-    if source.format == "hf":
-        return read_model_type(source.path)
-    if output_path is not None:
-        return read_model_type(output_path)
-    return source.model.config.family
+        return str(source.folder.gguf.fields["general.architecture"])
+    published = source.folder if source.format == "hf" else output
+    return source.model.config.family if published is None else read_model_type(published)
 
 
-def logit_differences(
-    source: Path, folder: Path, ignore_fields: Sequence[str] = (), *, read_by_us: bool = False
-) -> dict[str, float]:
+def logit_differences(source: ModelFolder, folder: ModelFolder, *, read_by_us: bool = False) -> dict[str, float]:
     """Return the largest logit differences between our model from `source` and the transformers model from `folder`.
 
-    The keys are dtype and mode, such as "fp32_padded".  Our model is read without the `ignore_fields` of its file.
-    With `read_by_us`, the reference is our own model from `folder`.
+    The keys are dtype and mode, such as "fp32_padded".  With `read_by_us`, the reference is our own model from
+    `folder`.
     """
     from monoblock.nn.transformer import Transformer
 
     differences: dict[str, float] = {}
     theirs: Any = None if read_by_us else load_reference(folder)
     for name, dtype in (("fp32", torch.float32), ("fp64", torch.float64)):
-        ours = load_model(Transformer, source, dtype=dtype, ignore_fields=ignore_fields).eval()
+        ours = load_model(Transformer, source, dtype=dtype).eval()
         if read_by_us:
             theirs = _Reference(load_model(Transformer, folder, dtype=dtype).eval())
         with torch.no_grad(), silence_transformers(), force_dtype(dtype):
@@ -198,22 +187,21 @@ class _Reference:
     __call__ = forward
 
 
-def load_reference(folder: Path) -> Any:
+def load_reference(folder: ModelFolder) -> Any:
     """Load a folder or GGUF file with transformers, without running any code from the folder."""
     import transformers
 
     with silence_transformers(), tempfile.TemporaryDirectory(prefix="monoblock-") as copy:
-        if folder.is_file():
-            cls, path = transformers.AutoModelForCausalLM, folder.parent
-            options: dict[str, Any] = {"gguf_file": folder.name}
+        if folder.is_gguf:
+            cls, path = transformers.AutoModelForCausalLM, folder.path.parent
+            options: dict[str, Any] = {"gguf_file": folder.path.name}
             options["config"] = _read_gguf_config(folder)
         else:
             from monoblock.interop.huggingface.load import find_family
 
-            fields = read_json(safe_join(folder, CONFIG_FILE))
-            cls = getattr(transformers, find_family(fields)[1])
-            path, options = _copy_without_code(folder, fields, copy), {"use_safetensors": True}
-            if _has_softcap(fields):
+            cls = getattr(transformers, find_family(folder.fields)[1])
+            path, options = _copy_without_code(folder, Path(copy)), {"use_safetensors": True}
+            if _has_softcap(folder.fields):
                 options["attn_implementation"] = "eager"  # the fused kernels do not limit scores
         model: Any = cls.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, dtype=torch.float32, **options
@@ -223,7 +211,7 @@ def load_reference(folder: Path) -> Any:
     return model.eval()
 
 
-def _has_softcap(fields: dict[str, Any]) -> bool:
+def _has_softcap(fields: Mapping[str, Any]) -> bool:
     from monoblock.interop.huggingface.load import config_from_hf
 
     try:
@@ -233,7 +221,7 @@ def _has_softcap(fields: dict[str, Any]) -> bool:
     return any(block.attention is not None and block.attention.softcap for stack in stacks for block in stack.layers())
 
 
-def _read_gguf_config(path: Path) -> Any:
+def _read_gguf_config(folder: ModelFolder) -> Any:
     """Read the configuration of a GGUF file with transformers, and correct what it takes from elsewhere.
 
     It counts the tokens of the tokenizer, which may be missing, gives every GPT-2 a context of 1024, and every Qwen 3
@@ -241,10 +229,8 @@ def _read_gguf_config(path: Path) -> Any:
     """
     import transformers
 
-    from monoblock.interop.gguf.reader import read_gguf_config
-
-    ours = read_gguf_config(path)
-    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    ours: Any = folder.config
+    config = transformers.AutoConfig.from_pretrained(folder.path.parent, gguf_file=folder.path.name)
     config.vocab_size = vocab_size(ours)
     if hasattr(config, "n_positions") and ours.context is not None:
         config.n_positions = ours.context
@@ -254,13 +240,13 @@ def _read_gguf_config(path: Path) -> Any:
     return config
 
 
-def _copy_without_code(folder: Path, fields: dict[str, Any], copy: str) -> Path:
+def _copy_without_code(folder: ModelFolder, copy: Path) -> Path:
     """Link the weights into the folder `copy`, and write config.json there without the fields that load custom code."""
-    safe = {key: value for key, value in fields.items() if not key.startswith("_") and key not in EXCLUDED_FIELDS}
-    (Path(copy) / CONFIG_FILE).write_text(json.dumps(safe))
-    for path in [*dict.fromkeys(open_weights(folder).file_of.values()), *Path(folder).glob(INDEX_FILE)]:
-        (Path(copy) / path.name).symlink_to(path.resolve())
-    return Path(copy)
+    safe = {name: x for name, x in folder.fields.items() if not name.startswith("_") and name not in EXCLUDED_FIELDS}
+    (copy / CONFIG_FILE).write_text(json.dumps(safe))
+    for path in [*dict.fromkeys(folder.weights.file_of.values()), *folder.path.glob(INDEX_FILE)]:
+        (copy / path.name).symlink_to(path.resolve())
+    return copy
 
 
 @contextmanager

@@ -18,20 +18,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError, FileError, did_you_mean
-from monoblock.interop.companions import MAX_FILE_BYTES, OTHER_FILES, TOKENIZER_FILES, has_tokenizer, read_companions
-from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, load_model, read_config, save_model
 from monoblock.interop.huggingface.export import choose_family, export_hf
-from monoblock.interop.labels import LABELS_FILE, read_labels, write_labels
-from monoblock.interop.weights import INDEX_FILE, WEIGHTS_FILE
-from monoblock.untrusted_files import has_file, read_bytes, read_json, safe_join
+from monoblock.interop.model_folder import CONFIG_FILE, LABELS_FILE, ModelFolder, load_model, write_labels
+from monoblock.interop.save import MAX_FILE_BYTES, OTHER_FILES, TOKENIZER_FILES, read_companions, save_model
+from monoblock.interop.weights import INDEX_FILE, PICKLE_SUFFIXES, WEIGHTS_FILE
+from monoblock.untrusted_files import safe_join
 
 if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
-    from monoblock.tokenizers.tokenizer import Tokenizer
 
 FORMATS = ("monoblock", "hf", "gguf")
 PROGRAM = Path(__file__).with_name("unpickle.py")  # reads pickled files, in a process of its own
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 PICKLE_FILE, PICKLE_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 COMPANION_FILES = (CONFIG_FILE, *TOKENIZER_FILES, *OTHER_FILES)  # are copied unchanged
 
@@ -39,11 +36,16 @@ COMPANION_FILES = (CONFIG_FILE, *TOKENIZER_FILES, *OTHER_FILES)  # are copied un
 class SourceModel(NamedTuple):
     """A loaded model and the folder or GGUF file that it was loaded from."""
 
-    format: str  # monoblock, hf or gguf
-    path: Path
+    folder: ModelFolder
     model: Transformer
-    tokenizer: Tokenizer | None
-    ignore_fields: tuple[str, ...] = ()  # fields of its config.json or GGUF file that were not read
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def format(self) -> str:
+        return self.folder.format
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------------
@@ -77,23 +79,22 @@ def pickle_to_safetensors(source: str | Path, target: str | Path, *, timeout: fl
     return int(result["tensors"])
 
 
-def _convert_pickled_folder(folder: Path, target: Path) -> None:
+def _convert_pickled_folder(folder: ModelFolder, target: Path) -> None:
     """Copy a Hugging Face folder to `target`, converting its pickled weights to safetensors."""
-    for name in COMPANION_FILES:
-        if has_file(folder, name):
-            (target / name).write_bytes(read_bytes(safe_join(folder, name), MAX_FILE_BYTES))
-    if has_file(folder, PICKLE_INDEX_FILE):
-        weight_map = read_json(safe_join(folder, PICKLE_INDEX_FILE)).get("weight_map")
+    for name in filter(folder.has, COMPANION_FILES):
+        (target / name).write_bytes(folder.read_bytes(name, MAX_FILE_BYTES))
+    if folder.has(PICKLE_INDEX_FILE):
+        weight_map = folder.read_json(PICKLE_INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise FileError(f"{folder / PICKLE_INDEX_FILE} has no weight_map, which lists the file of each tensor")
+            raise FileError(f"{folder.path / PICKLE_INDEX_FILE} has no weight_map, which lists the file of each tensor")
         shards = dict.fromkeys(map(str, weight_map.values()))
         files = {shard: f"{n:05}.safetensors" for n, shard in enumerate(shards)}
         for shard, file in files.items():
-            pickle_to_safetensors(safe_join(folder, shard), target / file)
+            pickle_to_safetensors(safe_join(folder.path, shard), target / file)
         index = {"weight_map": {name: files[str(shard)] for name, shard in weight_map.items()}}
         (target / INDEX_FILE).write_text(json.dumps(index))
     else:
-        pickle_to_safetensors(safe_join(folder, _find_pickle(folder)), target / WEIGHTS_FILE)
+        pickle_to_safetensors(safe_join(folder.path, _find_pickle(folder.path)), target / WEIGHTS_FILE)
 
 
 def _find_pickle(folder: Path) -> str:
@@ -120,22 +121,22 @@ def open_model(source: str | Path, *, ignore_fields: Sequence[str] = ()) -> Iter
     `ignore_fields` are fields of a config.json or GGUF file that are read as if the file did not have them.
     """
     from monoblock.nn.transformer import Transformer
-    from monoblock.tokenizers.tokenizer import Tokenizer
 
-    original = Path(source)
+    folder, path = ModelFolder(source, ignore_fields), Path(source)
+    _check_is_model(path)
     with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
-        model_format, folder = _detect_format(original), original
-        if model_format == "monoblock" and not isinstance(read_config(folder), ModelConfig):
-            raise FileError(f"{original} contains no Transformer; Hugging Face and GGUF have no format for its model")
-        if model_format == "pickle":
-            model_format, folder = "hf", Path(temporary)
-            _convert_pickled_folder(original, folder)
+        if folder.format == "monoblock" and not isinstance(folder.config, ModelConfig):
+            raise FileError(f"{path} contains no Transformer; Hugging Face and GGUF have no format for its model")
+        if folder.format == "hf" and not folder.has(WEIGHTS_FILE) and not folder.has(INDEX_FILE):
+            _convert_pickled_folder(folder, Path(temporary))
+            folder = ModelFolder(temporary, ignore_fields)
         try:
-            model = load_model(Transformer, folder, ignore_fields=ignore_fields)
-            tokenizer = Tokenizer.from_pretrained(folder) if has_tokenizer(folder) else None
+            model = load_model(Transformer, folder)
+            if folder.has_tokenizer:
+                folder.tokenizer  # noqa: B018 - so that a faulty one is an error before anything is written
         except FileError as error:
-            raise FileError(str(error).replace(str(folder), str(original))) from None
-        yield SourceModel(model_format, folder, model, tokenizer, tuple(ignore_fields))
+            raise FileError(str(error).replace(str(folder.path), str(path))) from None
+        yield SourceModel(folder, model)
 
 
 @contextmanager
@@ -159,9 +160,9 @@ def merge_adapter(source: SourceModel, adapter: str | Path | None) -> Iterator[S
     with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
         folder = Path(temporary) / source.path.stem
         write_model(source, folder, "hf" if _fits_source_family(source) else "monoblock")
-        head = source.model.config.head
-        if head is not None and has_file(adapter, LABELS_FILE) and head.classes == len(read_labels(Path(adapter))):
-            write_labels(folder, read_labels(Path(adapter)), _detect_format(folder))
+        head, labels = source.model.config.head, ModelFolder(adapter)
+        if head is not None and labels.has(LABELS_FILE) and head.classes == len(labels.labels):
+            write_labels(folder, labels.labels, ModelFolder(folder).format)
         with open_model(folder) as merged:
             yield merged
 
@@ -171,26 +172,20 @@ def _fits_source_family(source: SourceModel) -> bool:
     if source.format != "hf":
         return False
     try:
-        choose_family(source.model.config, read_model_type(source.path))
+        choose_family(source.model.config, read_model_type(source.folder))
     except ConfigError:
         return False
     return True
 
 
-def _detect_format(path: Path) -> str:
-    if path.is_file():
-        if path.suffix == ".gguf":
-            return "gguf"
-        if path.suffix in PICKLE_SUFFIXES:
-            raise FileError(
-                f"{path} has weights without a configuration; give a folder with this file and its {CONFIG_FILE}"
-            )
-        raise FileError(f"{path} is not a model; give a folder, or a GGUF file")
-    if not has_file(path, CONFIG_FILE):
-        raise FileError(f"{path} is not a model folder: it has no {CONFIG_FILE}")
-    if read_json(safe_join(path, CONFIG_FILE)).get("format") == FORMAT_NAME:
-        return "monoblock"
-    return "hf" if has_file(path, WEIGHTS_FILE) or has_file(path, INDEX_FILE) else "pickle"
+def _check_is_model(path: Path) -> None:
+    if not path.is_file() or path.suffix == ".gguf":
+        return
+    if path.suffix in PICKLE_SUFFIXES:
+        raise FileError(
+            f"{path} has weights without a configuration; give a folder with this file and its {CONFIG_FILE}"
+        )
+    raise FileError(f"{path} is not a model; give a folder, or a GGUF file")
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -222,7 +217,7 @@ def write_model(
         raise ConfigError(f"{target} is the model to be converted; write to another path")
     if dtype is not None and model_format == "gguf":
         raise ConfigError(f"dtype={dtype} is for folders; for a GGUF file, write --kind f32, f16 or q8_0")
-    companions = read_companions(source.path)
+    companions = read_companions(source.folder)
     companions = companions if with_tokenizer else companions.without_tokenizer()
     if model_format == "gguf":
         from monoblock.interop.gguf.writer import save_gguf
@@ -242,8 +237,8 @@ def write_model(
         save_model(source.model, target, dtype=dtype, companions=companions)
 
 
-def read_model_type(folder: Path) -> str:
+def read_model_type(folder: ModelFolder) -> str:
     """Return the family of a Hugging Face folder: its model_type, or in old files the family of its class."""
     from monoblock.interop.huggingface.load import find_family
 
-    return find_family(read_json(safe_join(folder, CONFIG_FILE)))[0].model_type
+    return find_family(folder.fields)[0].model_type

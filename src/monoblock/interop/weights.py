@@ -1,6 +1,6 @@
 """Read and write weights as safetensors; the header of an untrusted file is checked before any tensor is read.
 
-    weights = open_weights(folder)            # model.safetensors, or the shards of model.safetensors.index.json
+    weights = ModelFolder(path).weights       # model.safetensors, or the shards of model.safetensors.index.json
     weights.shapes["lm_head.weight"]          # known from the headers alone
     weights["lm_head.weight"]                 # a tensor in the memory-mapped file: its bytes are read when it is used
 
@@ -29,14 +29,15 @@ from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig
 from monoblock.errors import FileError
-from monoblock.untrusted_files import MB, has_file, open_to_write, parse_json, read_json, safe_join, short_repr
+from monoblock.interop.model_folder import RECIPE_FILE, ModelFolder
+from monoblock.untrusted_files import MB, open_to_write, parse_json, safe_join, short_repr
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-RUN_RECIPE_FILE = "recipe.toml"  # the recipe of a training run, which gets its weights when it has finished
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 MAX_HEADER_BYTES = 16 * MB
 MAX_TENSORS = 100_000
 MAX_SHARDS = 2_000
@@ -239,32 +240,26 @@ class SafetensorsWeights(Mapping[str, Tensor]):
         return sum(entry.end - entry.start for entry in self.entries.values())
 
 
-def open_weights(folder: str | Path) -> SafetensorsWeights:
+def open_weights(folder: ModelFolder) -> SafetensorsWeights:
     """Open the weights of a folder: the shards of its index if there is one, else model.safetensors."""
-    if has_file(folder, INDEX_FILE):
+    path = folder.path
+    if folder.has(INDEX_FILE):
         return _open_shards(folder)
-    if has_file(folder, WEIGHTS_FILE):
-        return SafetensorsWeights([safe_join(folder, WEIGHTS_FILE)])
-    pickles = [name for name in _list_files(folder) if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if folder.has(WEIGHTS_FILE):
+        return SafetensorsWeights([safe_join(path, WEIGHTS_FILE)])
+    pickles = [file.name for file in path.glob("*") if file.suffix in PICKLE_SUFFIXES]
     if pickles:
-        hint = f"{min(pickles)} is a pickle: write monoblock convert {folder} --to FOLDER first"
-        raise FileError(f"{folder} has no {WEIGHTS_FILE}; {hint}")
-    if has_file(folder, RUN_RECIPE_FILE):
-        command = f"monoblock train {Path(folder) / RUN_RECIPE_FILE} --out {folder} --resume"
+        hint = f"{min(pickles)} is a pickle: write monoblock convert {path} --to FOLDER first"
+        raise FileError(f"{path} has no {WEIGHTS_FILE}; {hint}")
+    if folder.is_run:
+        command = f"monoblock train {path / RECIPE_FILE} --out {path} --resume"
         raise FileError(f"this training run has not finished; continue it with {command}")
-    raise FileError(f"{folder} has no {WEIGHTS_FILE}, the file with the weights of a model")
+    raise FileError(f"{path} has no {WEIGHTS_FILE}, the file with the weights of a model")
 
 
-def _list_files(folder: str | Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
-
-def _open_shards(folder: str | Path) -> SafetensorsWeights:
-    index = safe_join(folder, INDEX_FILE)
-    weight_map = read_json(index).get("weight_map")
+def _open_shards(folder: ModelFolder) -> SafetensorsWeights:
+    index = folder.path / INDEX_FILE
+    weight_map = folder.read_json(INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FileError(f"{index} has no weight_map, which lists the file of each tensor")
     files = list(dict.fromkeys(file if isinstance(file, str) else short_repr(file) for file in weight_map.values()))
@@ -273,7 +268,7 @@ def _open_shards(folder: str | Path) -> SafetensorsWeights:
     foreign = next((file for file in files if not file.endswith(".safetensors")), None)
     if foreign is not None:
         raise FileError(f"{index} lists {short_repr(foreign)}, which is not a safetensors file")
-    weights = SafetensorsWeights([safe_join(folder, file) for file in files])
+    weights = SafetensorsWeights([safe_join(folder.path, file) for file in files])
     for name, file in weight_map.items():
         path = weights.file_of.get(name)
         if path is None or path.name != file:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from monoblock.config.knobs import KNOBS, suggest_knob, vary
@@ -13,8 +12,8 @@ from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.presets import preset
 from monoblock.config.schema import FieldError, from_dict
 from monoblock.errors import ConfigError, FileError
+from monoblock.interop.model_folder import ModelFolder
 from monoblock.recipes.schema import FAMILIES, Recipe, TaskKeys
-from monoblock.untrusted_files import has_file, read_json, reading, safe_join
 
 NEW_HEADS = ("encoder-only", "decoder-only")  # that get the head of a task; others are built with theirs
 DECODERS = ("gpt", "llama")
@@ -35,7 +34,7 @@ def build_model_config(
     data_sizes: sizes that follow from the data, such as `classes` or `image`.
     """
     if "folder" in recipe.model:
-        base = read_stored_config(recipe.model["folder"]) if stored is None else stored
+        base = open_stored_model(recipe.model["folder"]).config if stored is None else stored
         config = adapt_config(base, task.head, recipe.model, **data_sizes)
     else:
         config = _build_new_config(recipe, task, vocab, data_sizes)
@@ -123,7 +122,7 @@ def _family(recipe: Recipe) -> str:
 def _base_config(recipe: Recipe) -> Any:
     """Return the stored or published configuration that a recipe begins with; None if there is none."""
     if "folder" in recipe.model:
-        return read_stored_config(recipe.model["folder"])
+        return open_stored_model(recipe.model["folder"]).config
     return preset(str(recipe.model["preset"])) if "preset" in recipe.model else None
 
 
@@ -161,43 +160,14 @@ POOLED = ("classifier", "regression")  # heads that a decoder can have instead o
 FRESH_HEAD = "fresh"  # model.head="fresh" asks for a new head even if the stored head is of the kind that is needed
 
 
-def resolve_model_folder(folder: Any) -> Path:
-    """Return the local path of model.folder; a model named by its id on the Hugging Face hub is downloaded."""
-    from monoblock.interop.hub import resolve_model_path
-
-    path = resolve_model_path(str(folder))
-    if not path.exists():
+def open_stored_model(folder: Any) -> ModelFolder:
+    """Return model.folder; a model named by its id on the Hugging Face hub is downloaded."""
+    stored = ModelFolder(str(folder))
+    if not stored.path.exists():
         raise FileError(
             f"model.folder={folder} does not exist; give a run folder, a Hugging Face folder or a .gguf file"
         )
-    return path
-
-
-def read_stored_config(folder: Any) -> ModelConfig | RecurrentConfig:
-    """Read the configuration in a run folder, a Hugging Face folder or a GGUF file, without the weights."""
-    path = resolve_model_folder(folder)
-    with reading(path):
-        return _read_config(path)
-
-
-def _read_config(path: Path) -> ModelConfig | RecurrentConfig:
-    from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, read_config
-
-    if path.is_file() and path.suffix == ".gguf":
-        from monoblock.interop.gguf.reader import read_gguf_config
-
-        return read_gguf_config(path)
-    if not has_file(path, CONFIG_FILE):
-        raise FileError(f"model.folder={path} is not a model folder: it has no {CONFIG_FILE}; give another folder")
-    data = read_json(safe_join(path, CONFIG_FILE))
-    if data.get("format") == FORMAT_NAME:
-        return read_config(path)
-    from monoblock.interop.huggingface.load import config_from_hf
-
-    try:
-        return config_from_hf(data)
-    except (ConfigError, FileError) as problem:
-        raise FileError(f"{path}: {problem}") from None
+    return stored
 
 
 def adapt_config(

@@ -14,10 +14,9 @@ from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.presets import PRESETS
 from monoblock.errors import ConfigError
-from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME, read_any_config
+from monoblock.interop.model_folder import ModelFolder, read_any_config
 from monoblock.recipes.parse import list_recipes
 from monoblock.runs.recipe import Overrides, build_model_config, read_recipe, task_of_recipe
-from monoblock.untrusted_files import read_json, safe_join
 
 if TYPE_CHECKING:  # counting needs no torch, unless weights are counted
     from monoblock.baselines.lstm import Recurrent
@@ -57,11 +56,12 @@ def account(
         return account_config(what.config, name=name, not_covered=_compare(what.config, weights))
     if is_recipe(str(what)):
         return account_config(config_of_recipe(str(what), overrides), name=name or str(what))
-    config, folder = read_any_config(str(what)), Path(what)
-    is_stored = folder.is_dir() and any((folder / file).exists() for file in WEIGHT_FILES)
-    if not is_stored or read_json(safe_join(folder, CONFIG_FILE)).get("format") != FORMAT_NAME:
-        return account_config(config, name=name or str(what))
-    return account_config(config, name=name or str(what), not_covered=_compare(config, _stored_weights(folder)))
+    if str(what) in PRESETS or not Path(what).is_dir():
+        return account_config(read_any_config(str(what)), name=name or str(what))
+    folder = ModelFolder(what)
+    is_stored = folder.format == "monoblock" and any(map(folder.has, WEIGHT_FILES))
+    not_covered = _compare(folder.config, _stored_weights(folder)) if is_stored else {}
+    return account_config(folder.config, name=name or str(what), not_covered=not_covered)
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------
@@ -92,11 +92,9 @@ def config_of_recipe(what: str, overrides: Overrides = ()) -> ModelConfig | Recu
 # -- weights that are there --------------------------------------------------------------------------------------------
 
 
-def _stored_weights(folder: Path) -> dict[str, int]:
+def _stored_weights(folder: ModelFolder) -> dict[str, int]:
     """Return the number of elements of each trained weight in a folder, from the headers of its files."""
-    from monoblock.interop.weights import open_weights
-
-    shapes = open_weights(folder).shapes
+    shapes = folder.weights.shapes
     return {name: math.prod(shape) for name, shape in shapes.items() if not NOT_TRAINED.fullmatch(name)}
 
 

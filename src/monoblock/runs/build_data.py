@@ -16,7 +16,7 @@ from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.data.corpora.load import Corpus
 from monoblock.data.fingerprint import fingerprint_rows
 from monoblock.errors import ConfigError, FileError, InputError
-from monoblock.interop.tokenizer_folder import load_tokenizer
+from monoblock.interop.model_folder import ModelFolder
 from monoblock.model import Transformer
 from monoblock.recipes.model_config import check_family, is_decoder, is_vision
 from monoblock.recipes.schema import Recipe
@@ -158,7 +158,7 @@ def find_tokenizer(
     reads_last = task.head == "classifier" and is_decoder(recipe)  # not the token at the start
     roles = () if reads_last else task.required_tokens
     if run_folder is not None and (run_folder / TOKENIZER_FILE).is_file():
-        return check_required_tokens(load_tokenizer(run_folder), roles, task.name, run_folder)
+        return check_required_tokens(ModelFolder(run_folder).load_tokenizer(), roles, task.name, run_folder)
     if start is not None and start.tokenizer is not None:
         return check_required_tokens(start.tokenizer, roles, task.name, Path(recipe.model["folder"]))
     if section.folder:

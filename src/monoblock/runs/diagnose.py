@@ -15,13 +15,12 @@ from monoblock.doctor.diagnose import DiagnoseOptions, check_names, diagnose_mod
 from monoblock.doctor.examination import TrainingHistory
 from monoblock.doctor.report import Report
 from monoblock.errors import FileError, InputError, MonoblockError
-from monoblock.interop.hub import resolve_model_path
+from monoblock.interop.model_folder import ModelFolder, load_model
 from monoblock.model import Transformer
-from monoblock.recipes.parse import RECIPE_FILE, recipe_path
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.generation_config import DECODER_START_KEY, read_written_options
-from monoblock.runs.load import load_folder
-from monoblock.runs.recipe import read_recipe
+from monoblock.runs.generation_config import DECODER_START_KEY
+from monoblock.runs.load import load_folder, open_folder
+from monoblock.runs.recipe import parse_recipe
 from monoblock.runs.run import Run
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tokenizers.tokenizer import Tokenizer
@@ -65,15 +64,13 @@ def diagnose(model: Any, **options: Unpack[DiagnoseOptions]) -> Report:
     check_names(options)
     if not isinstance(model, str | Path):
         return diagnose_model(model, **options)
-    folder = resolve_model_path(model)
-    if not folder.exists():
-        raise FileError(f"there is no folder or file {folder}; train a model first, or give the folder of a model")
-    if lines := lines_to_write(folder):
-        raise InputError(f"{folder} holds code, which is not run here; write in Python: {'; '.join(lines)}")
+    folder = open_folder(model)
+    if lines := lines_to_write(folder.path):
+        raise InputError(f"{folder.path} holds code, which is not run here; write in Python: {'; '.join(lines)}")
     found = read_folder(folder)
     given = {name: value for name, value in options.items() if value is not None}
     report = diagnose_model(found.pop("model"), **{**found, **given})
-    report.subject = f"{folder} ({report.subject})"
+    report.subject = f"{folder.path} ({report.subject})"
     return report
 
 
@@ -118,12 +115,12 @@ def _call_of_last_module(path: Path) -> str | None:
     return next(reversed(calls.values()), None)
 
 
-def read_folder(folder: Path) -> dict[str, Any]:
+def read_folder(folder: ModelFolder) -> dict[str, Any]:
     """Read a model from its folder with what belongs to it, as arguments of `diagnose_model`."""
     try:
         loaded = load_folder(folder, "cpu", torch.float32, force=True)
     except (FileError, InputError):  # perhaps only of the tokenizer, which is missing or belongs to another model
-        model = Transformer.from_pretrained(folder)
+        model = load_model(Transformer, folder)
         tokenizer = _read_tokenizer(folder)
         return {"model": model, **tokenizer, **_read_generation(folder, model, tokenizer.get("tokenizer"))}
     options: dict[str, Any] = {
@@ -133,28 +130,28 @@ def read_folder(folder: Path) -> dict[str, Any]:
         "labels": [] if all(name.startswith("LABEL_") for name in loaded.labels) else loaded.labels,
         **_read_generation(folder, loaded.model, loaded.tokenizer),
     }
-    if folder.is_dir() and (folder / RECIPE_FILE).is_file() and (folder / METRICS_FILE).is_file():
+    if folder.is_run and folder.has(METRICS_FILE):
         options["history"] = read_history(folder, loaded)
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _read_tokenizer(folder: Path) -> dict[str, Any]:
+def _read_tokenizer(folder: ModelFolder) -> dict[str, Any]:
     """Read the tokenizer of a folder whether or not it fits the model, which is for the doctor to say."""
     try:
-        return {"tokenizer": Tokenizer.from_pretrained(folder)}
+        return {"tokenizer": folder.tokenizer}
     except MonoblockError:
         return {}
 
 
 def load_model_to_examine(folder: str | Path) -> Transformer:
     """Load the Transformer of a folder; other models cannot have a fault planted."""
-    model = read_folder(resolve_model_path(folder))["model"]
+    model = read_folder(ModelFolder(folder))["model"]
     if not isinstance(model, Transformer):
         raise InputError("faults are planted into Transformers; leave MODEL out to use a small built-in one")
     return model
 
 
-def _read_generation(folder: Path, model: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _read_generation(folder: ModelFolder, model: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Read the decoding options of a folder as they are written there, possible or not; {} if there are none.
 
     Ids of special tokens that they lack are the tokenizer's, as in generation.
@@ -162,7 +159,7 @@ def _read_generation(folder: Path, model: Any, tokenizer: Tokenizer | None) -> d
     config = model.config
     if not isinstance(config, ModelConfig) or config.decoder is None:
         return {}
-    options = read_written_options(folder)
+    options = folder.generation
     if tokenizer is not None:
         start = tokenizer.pad_id if tokenizer.bos_id is None else tokenizer.bos_id
         own = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id, DECODER_START_KEY: start}
@@ -170,9 +167,9 @@ def _read_generation(folder: Path, model: Any, tokenizer: Tokenizer | None) -> d
     return {"generation": options} if options else {}
 
 
-def read_history(folder: Path, loaded: LoadedModel) -> TrainingHistory:
+def read_history(folder: ModelFolder, loaded: LoadedModel) -> TrainingHistory:
     """Read the settings and the metrics of a run."""
-    rows, recipe = read_metrics(folder), read_recipe(recipe_path(folder))
+    rows, recipe = read_metrics(folder.path), parse_recipe({"name": "recipe", **(folder.recipe or {})})
     config = loaded.model.config
     vocab = getattr(config, "vocab", None) or loaded.tokenizer.vocab_size if loaded.tokenizer is not None else None
     head = getattr(config, "head", None)

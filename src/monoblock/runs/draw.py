@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from monoblock.config.model import ModelConfig
-from monoblock.interop.config_file import read_any_config
+from monoblock.interop.model_folder import read_any_config
 from monoblock.plots.architecture import Drawing, draw as draw_config
 from monoblock.runs.account import config_of_recipe, is_recipe
 

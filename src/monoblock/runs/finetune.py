@@ -14,7 +14,7 @@ from monoblock.config.model import ModelConfig
 from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus, load_corpus_if_present
 from monoblock.data.corpora.table import CORPORA
 from monoblock.errors import ConfigError
-from monoblock.recipes.model_config import read_stored_config
+from monoblock.recipes.model_config import open_stored_model
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.recipe import parse_recipe
 from monoblock.tasks.table import find_task, task_of_corpus
@@ -41,7 +41,7 @@ def build_finetuning_recipe(
     folder: the user's folder of corpora.
     overrides: strings `section.key=value`, as on the command line.
     """
-    config = read_stored_config(model)
+    config = open_stored_model(model).config
     if not isinstance(config, ModelConfig):
         raise ConfigError(
             f"monoblock finetune is for Transformers, but {model} is an LSTM; "

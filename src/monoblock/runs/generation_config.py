@@ -12,32 +12,24 @@ from typing import Any
 
 from monoblock.errors import FileError, InputError
 from monoblock.inference.settings import ENGINE_OPTIONS, Settings, parse_settings
-from monoblock.interop.folder import CONFIG_FILE
-from monoblock.interop.generation_fields import UNREPORTED_FIELDS, is_neutral
-from monoblock.interop.gguf.sampling import read_sampling
-from monoblock.recipes.parse import RECIPE_FILE
+from monoblock.interop.generation import UNREPORTED_FIELDS, is_neutral
+from monoblock.interop.model_folder import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelFolder
 from monoblock.recipes.schema import GenerateSection
 from monoblock.tasks.loaded_model import GenerationDefaults, exceeds
 from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
-from monoblock.untrusted_files import has_file, read_json, safe_join, short_repr
+from monoblock.untrusted_files import short_repr
 
-GENERATION_CONFIG_FILE = "generation_config.json"
 DECODER_START_KEY = "decoder_start_token_id"
 SETTINGS_FIELDS = {field.name for field in fields(Settings)} - {"seed", "logits_processor", *ENGINE_OPTIONS}
-# Fields that older Hugging Face folders keep in config.json.
-TOKEN_ID_FIELDS = ("eos_token_id", "pad_token_id", "forced_bos_token_id", "forced_eos_token_id", DECODER_START_KEY)
 
 
-def read_generation_defaults(folder: str | Path, tokenizer: Tokenizer) -> GenerationDefaults:
+def read_generation_defaults(folder: ModelFolder, tokenizer: Tokenizer) -> GenerationDefaults:
     """Read the default decoding options of a model folder; ids of special tokens that it lacks are the tokenizer's."""
-    folder = Path(folder)
-    data = _read_json_if_present(folder, GENERATION_CONFIG_FILE)
-    config = _read_json_if_present(folder, CONFIG_FILE)
-    values = read_written_options(folder)
+    values, path = folder.generation, folder.path
+    data = folder.read_json(GENERATION_CONFIG_FILE)
     options = {name: value for name, value in values.items() if name in SETTINGS_FIELDS}
-    from_recipe = folder.is_dir() and has_file(folder, RECIPE_FILE)
-    if not values.get("do_sample", from_recipe):  # Hugging Face files give a temperature even without sampling
+    if not values.get("do_sample", folder.is_run):  # Hugging Face files give a temperature even without sampling
         options["temperature"] = 0.0
     elif "temperature" not in options:
         options["temperature"] = 1.0
@@ -46,46 +38,28 @@ def read_generation_defaults(folder: str | Path, tokenizer: Tokenizer) -> Genera
     for name, token in (("eos_token_id", tokenizer.eos_id), ("pad_token_id", tokenizer.pad_id)):
         if token is not None:
             options.setdefault(name, token)
-    if config.get("is_encoder_decoder") and _is_count(values.get("max_length")) and "max_new_tokens" not in options:
+    is_encoder_decoder = folder.read_json(CONFIG_FILE).get("is_encoder_decoder")
+    if is_encoder_decoder and _is_count(values.get("max_length")) and "max_new_tokens" not in options:
         options["max_new_tokens"] = values["max_length"] - 1  # it counts the start token of the target
     known = SETTINGS_FIELDS | UNREPORTED_FIELDS | {DECODER_START_KEY}
     ignored = tuple(sorted(name for name, value in data.items() if name not in known and not is_neutral(name, value)))
     try:
         parse_settings({"num_beams": 1, **options})
     except (InputError, TypeError) as problem:
-        raise FileError(f"{folder / GENERATION_CONFIG_FILE}: {problem}") from None
-    start = _decoder_start_token_id(values.get(DECODER_START_KEY), folder, tokenizer)
-    return GenerationDefaults(options, start, ignored, from_recipe)
+        raise FileError(f"{path / GENERATION_CONFIG_FILE}: {problem}") from None
+    start = _decoder_start_token_id(values.get(DECODER_START_KEY), path, tokenizer)
+    return GenerationDefaults(options, start, ignored, folder.is_run)
 
 
-def read_written_options(folder: Path) -> dict[str, Any]:
-    """Return the decoding options that the files of a folder state, checked by nobody; {} if it states none.
-
-    Without do_sample, a folder that is no run means greedy decoding, as in Hugging Face.
-    """
-    data = read_sampling(folder) if folder.is_file() else _read_json_if_present(folder, GENERATION_CONFIG_FILE)
-    config = _read_json_if_present(folder, CONFIG_FILE)
-    is_published = "format" not in config
-    published = {name: config[name] for name in TOKEN_ID_FIELDS if name in config} if is_published else {}
-    values = {name: value for name, value in {**published, **data}.items() if value is not None}
-    if values and folder.is_dir() and not has_file(folder, RECIPE_FILE):
-        values.setdefault("do_sample", False)
-    return values
-
-
-def read_stored_settings(folder: Path) -> dict[str, Any]:
+def stated_settings(folder: ModelFolder) -> dict[str, Any]:
     """Return the content of a generation_config.json that states how texts are generated; {} if it has only ids."""
-    options = read_written_options(folder)
+    options = folder.generation
     stated = [name for name in options if name in SETTINGS_FIELDS | {"max_length"} and not name.endswith("_token_id")]
     return {name: value for name, value in options.items() if not name.startswith("_")} if stated else {}
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
-
-
-def _read_json_if_present(folder: Path, name: str) -> dict[str, Any]:
-    return read_json(safe_join(folder, name)) if folder.is_dir() and has_file(folder, name) else {}
 
 
 def _decoder_start_token_id(value: Any, folder: Path, tokenizer: Tokenizer) -> int | None:

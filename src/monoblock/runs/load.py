@@ -9,24 +9,21 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from monoblock.baselines.lstm import Recurrent
-from monoblock.config.model import ModelConfig
+from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import FileError, InputError
 from monoblock.inference.fast_linear import arrange_weights
 from monoblock.inference.supported_models import reason_not_to_optimize
-from monoblock.interop.folder import CONFIG_FILE, load_model
-from monoblock.interop.hub import resolve_model_path
-from monoblock.interop.labels import read_labels
-from monoblock.interop.tokenizer_folder import load_tokenizer
+from monoblock.interop.model_folder import CONFIG_FILE, ModelFolder, load_model
+from monoblock.interop.save import POOLING_FOLDER
 from monoblock.model import Transformer
-from monoblock.recipes.parse import RECIPE_FILE, recipe_path
 from monoblock.runs.generation_config import read_generation_defaults
 from monoblock.runs.pipeline import Pipeline
-from monoblock.runs.recipe import read_recipe
+from monoblock.runs.recipe import parse_recipe
 from monoblock.tasks.image_inputs import read_image_preprocessing
 from monoblock.tasks.loaded_model import GenerationDefaults, LoadedModel
 from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
-from monoblock.untrusted_files import has_file, read_json, reading, safe_folder, safe_join
+from monoblock.untrusted_files import Folder, reading, safe_folder
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
     from monoblock.parallel.world import World
 
 TOKENIZER_FILE = "tokenizer.json"
-POOLING_FOLDER = "1_Pooling"  # where sentence-transformers stores how token vectors are pooled
 
 
 def load(
@@ -69,7 +65,7 @@ def load(
         device = mesh.device_type
     device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     loaded, *others = (
-        _load_checked(name, device, dtype, task, model_class, force=force, ignore_fields=ignore_fields, mesh=mesh)
+        load_folder(open_folder(name, ignore_fields), device, dtype, task, model_class, force=force, mesh=mesh)
         for name in (folder, *ensemble)
     )
     for name, other in zip(ensemble, others, strict=True):
@@ -79,94 +75,75 @@ def load(
     return Pipeline(loaded, task)
 
 
-def _load_checked(name: str | Path, *arguments: Any, **options: Any) -> LoadedModel:
-    """Call load_folder with the local folder of a model; raise FileError if there is none."""
-    folder = resolve_model_path(name)
-    if not folder.exists():
-        raise FileError(f"there is no folder or file {folder}; train a model first, or give the folder of a model")
-    with reading(folder):
-        return load_folder(folder, *arguments, **options)
+def open_folder(path: str | Path, ignore_fields: Sequence[str] = ()) -> ModelFolder:
+    """Return the folder or file of a model; raise FileError if there is none."""
+    folder = ModelFolder(path, ignore_fields)
+    if not folder.path.exists():
+        raise FileError(f"there is no folder or file {folder.path}; train a model first, or give the folder of a model")
+    return folder
 
 
 def load_folder(
-    folder: Path,
+    folder: ModelFolder,
     device: str,
     dtype: torch.dtype | str,
     task: Task | None = None,
     model_class: type[Transformer] = Transformer,
     *,
     force: bool = False,
-    ignore_fields: Sequence[str] = (),
     mesh: DeviceMesh | None = None,
 ) -> LoadedModel:
     """Read the model of a folder with its tokenizer, labels, default decoding options and training recipe."""
-    model = _load_model(folder, device, dtype, model_class, ignore_fields, mesh)
-    tokenizer = load_tokenizer(folder, model.config, force=force) if _has_tokenizer(folder, model) else None
-    if tokenizer is None:
-        defaults = GenerationDefaults(from_recipe=has_file(folder, RECIPE_FILE))
-    else:
-        defaults = read_generation_defaults(folder, tokenizer)
-    recipe = read_recipe(recipe_path(folder), task=task) if defaults.from_recipe else None
-    return LoadedModel(
-        model.eval(),
-        cast(Tokenizer, tokenizer),  # None for images, and for a run on batches without one
-        defaults,
-        None if recipe is None else recipe.data,
-        None if recipe is None else recipe.train.objective,
-        None if recipe is None else recipe.task,
-        _read_labels(folder, model),
-        _read_pooling(folder),
-        read_image_preprocessing(folder),
-    )
+    with reading(folder.path):
+        is_lstm = folder.format == "monoblock" and isinstance(folder.config, RecurrentConfig)
+        kind: Any = Recurrent if is_lstm else model_class
+        model = load_model(kind, folder, dtype=dtype, device=device, mesh=mesh).eval()
+        if mesh is None and not is_lstm and model.device.type == "cuda" and reason_not_to_optimize(model) is None:
+            arrange_weights(model)
+        tokenizer, defaults = None, GenerationDefaults(from_recipe=folder.is_run)
+        if _has_tokenizer(folder, model):
+            tokenizer = folder.load_tokenizer(model.config, force=force)
+            defaults = read_generation_defaults(folder, tokenizer)
+        recipe = None
+        if folder.recipe is not None:
+            recipe = parse_recipe({"name": "recipe", **folder.recipe}, task=task)
+        return LoadedModel(
+            model,
+            cast(Tokenizer, tokenizer),  # None for images, and for a run on batches without one
+            defaults,
+            None if recipe is None else recipe.data,
+            None if recipe is None else recipe.train.objective,
+            None if recipe is None else recipe.task,
+            _labels_of_head(folder, model),
+            _read_pooling(folder),
+            read_image_preprocessing(folder),
+        )
 
 
-def _has_tokenizer(folder: Path, model: Transformer | Recurrent) -> bool:
+def _has_tokenizer(folder: ModelFolder, model: Transformer | Recurrent) -> bool:
     """Return whether a folder should have a tokenizer: not for images, nor for a run on batches that was given none."""
     if isinstance(model.config, ModelConfig) and model.config.family == "vision":
         return False
-    is_run = folder.is_dir() and has_file(folder, RECIPE_FILE)
-    return not is_run or has_file(folder, TOKENIZER_FILE)
+    return not folder.is_run or folder.has(TOKENIZER_FILE)
 
 
-def _load_model(
-    folder: Path,
-    device: str,
-    dtype: torch.dtype | str,
-    model_class: type[Transformer],
-    ignore_fields: Sequence[str],
-    mesh: DeviceMesh | None,
-) -> Transformer | Recurrent:
-    data = _read_json_if_present(folder)
-    if "format" in data and "recurrent" in data:
-        return load_model(Recurrent, folder, dtype=dtype, device=device, mesh=mesh)
-    if mesh is not None:
-        return load_model(model_class, folder, dtype=dtype, device=device, ignore_fields=ignore_fields, mesh=mesh)
-    model = model_class.from_pretrained(folder, dtype=dtype, device=device, ignore_fields=ignore_fields).eval()
-    if model.device.type == "cuda" and reason_not_to_optimize(model) is None:
-        arrange_weights(model)
-    return model
-
-
-def _read_labels(folder: Path, model: Transformer | Recurrent) -> list[str]:
+def _labels_of_head(folder: ModelFolder, model: Transformer | Recurrent) -> list[str]:
     """Return the class names of the head; LABEL_0, LABEL_1, … if the folder names none."""
     head = model.config.head if isinstance(model.config, ModelConfig) else None
     classes = 0 if head is None else head.classes or 0
-    labels = read_labels(folder) if classes else []
+    labels = folder.labels if classes else []
     if labels and len(labels) != classes:
         raise FileError(
-            f"{folder} names {len(labels)} labels, but the head of its model has {classes} classes; make them agree"
+            f"{folder.path} names {len(labels)} labels, but the head of its model has {classes} classes; "
+            "make them agree"
         )
     return labels or [f"LABEL_{index}" for index in range(classes)]
 
 
-def _read_pooling(folder: Path) -> str | None:
+def _read_pooling(folder: ModelFolder) -> str | None:
     """Return the pooling that sentence-transformers stored in the folder, None if there is none."""
-    if not (folder.is_dir() and has_file(folder, POOLING_FOLDER)):
+    if not folder.has(POOLING_FOLDER):
         return None
-    data = _read_json_if_present(safe_folder(folder, POOLING_FOLDER))
+    data = Folder(safe_folder(folder.path, POOLING_FOLDER)).read_json(CONFIG_FILE)
     names = {"pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
     return next((pooling for name, pooling in names.items() if data.get(name) is True), None)
-
-
-def _read_json_if_present(folder: Path) -> dict[str, Any]:
-    return read_json(safe_join(folder, CONFIG_FILE)) if folder.is_dir() and has_file(folder, CONFIG_FILE) else {}

@@ -15,9 +15,8 @@ from monoblock.config.model import ModelConfig
 from monoblock.config.parts import EmbeddingConfig, Sinusoid
 from monoblock.errors import FileError
 from monoblock.inference.runners.plain import evaluation_mode
-from monoblock.interop.companions import read_published_fields
-from monoblock.interop.folder import CONFIG_FILE, save_model
-from monoblock.interop.tokenizer_folder import format_config
+from monoblock.interop.model_folder import CONFIG_FILE, ModelFolder, format_config
+from monoblock.interop.save import save_model
 from monoblock.metrics.table import format_measure
 from monoblock.model import Transformer
 from monoblock.parallel.strategy import has_room
@@ -135,9 +134,11 @@ class Run:
         whole = cast(Transformer | Recurrent | None, strategy.whole_model(self.model))
         with world.long_work():
             if whole is not None:
-                published = read_published_fields(folder)
+                published = ModelFolder(folder).published_fields
                 save_model(whole, folder)
-                config = format_config(whole.config, self.task_data.tokenizer, published)
+                tokenizer = self.task_data.tokenizer
+                fingerprint = None if tokenizer is None else tokenizer.fingerprint
+                config = format_config(whole.config, fingerprint, published)
                 write_atomically(folder / CONFIG_FILE, config)
         self.model.loaded_from = folder.resolve()
         self.metrics = self.validate() if self.task_data.evaluation_batches is not None else {}
@@ -228,7 +229,7 @@ class Run:
         tokenizer, recipe = self.task_data.tokenizer, self.recipe
         assert tokenizer is not None
         model = (self.model if model is None else model).to(self.trainer.runtime.device)
-        defaults = read_generation_defaults(self.folder, tokenizer)
+        defaults = read_generation_defaults(ModelFolder(self.folder), tokenizer)
         labels, section = self.task_data.labels, recipe.task
         loaded = LoadedModel(
             model, tokenizer, defaults, recipe.data, labels=labels, task_section=section, optimize=True

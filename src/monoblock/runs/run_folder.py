@@ -11,13 +11,11 @@ from typing import Any
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError, FileError
-from monoblock.interop.folder import CONFIG_FILE
-from monoblock.interop.labels import LABELS_FILE
-from monoblock.interop.tokenizer_folder import format_config
+from monoblock.interop.model_folder import CONFIG_FILE, GENERATION_CONFIG_FILE, LABELS_FILE, format_config
 from monoblock.parallel.faults import LOGS_FOLDER
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.generation_config import GENERATION_CONFIG_FILE, build_generation_config
+from monoblock.runs.generation_config import build_generation_config
 from monoblock.runs.trainable import ADAPTER_FOLDER
 from monoblock.runs.warm_start import WarmStart
 from monoblock.tasks.task import Task
@@ -68,7 +66,8 @@ def write_initial_files(
     except OSError as problem:
         raise FileError(f"{folder} cannot be created: {problem.strerror}") from None
     write_atomically(folder / RECIPE_FILE, recipe.to_toml())
-    write_atomically(folder / CONFIG_FILE, format_config(config, tokenizer, start.published if start else None))
+    fingerprint = None if tokenizer is None else tokenizer.fingerprint
+    write_atomically(folder / CONFIG_FILE, format_config(config, fingerprint, start.published if start else None))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     stored = start.generation if start is not None and task.decoding != "none" else {}

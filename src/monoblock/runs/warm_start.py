@@ -18,14 +18,11 @@ from torch import nn
 from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, did_you_mean
-from monoblock.interop.companions import read_published_fields
-from monoblock.interop.folder import load_model
-from monoblock.interop.labels import read_labels
-from monoblock.interop.tokenizer_folder import load_tokenizer
+from monoblock.interop.model_folder import ModelFolder, load_model
 from monoblock.interop.weights import compute_digest
 from monoblock.model import Transformer
-from monoblock.recipes.model_config import FRESH_HEAD, read_stored_config, resolve_model_folder
-from monoblock.runs.generation_config import DECODER_START_KEY, read_generation_defaults, read_stored_settings
+from monoblock.recipes.model_config import FRESH_HEAD, open_stored_model
+from monoblock.runs.generation_config import DECODER_START_KEY, read_generation_defaults, stated_settings
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 POOLER_PREFIX = "head.pooler."  # several kinds of head have a pooler, so it is copied even if the head is new
@@ -83,17 +80,19 @@ def load_warm_start(model: Mapping[str, Any]) -> WarmStart | None:
     """
     if "folder" not in model:
         return None
-    folder = resolve_model_folder(model["folder"])
-    cls: Any = Recurrent if isinstance(read_stored_config(folder), RecurrentConfig) else Transformer
+    folder = open_stored_model(model["folder"])
+    cls: Any = Recurrent if isinstance(folder.config, RecurrentConfig) else Transformer
     stored = load_model(cls, folder)
     vision = isinstance(stored.config, ModelConfig) and stored.config.family == "vision"
-    tokenizer = None if vision else load_tokenizer(folder, stored.config)
+    tokenizer = None if vision else folder.load_tokenizer(stored.config)
     special_tokens = {} if tokenizer is None else _read_special_tokens(folder, tokenizer, stored.config)
-    published, generation = read_published_fields(folder), read_stored_settings(folder)
-    return WarmStart(folder, stored, tokenizer, tuple(read_labels(folder)), special_tokens, published, generation)
+    published, generation = folder.published_fields, stated_settings(folder)
+    return WarmStart(folder.path, stored, tokenizer, tuple(folder.labels), special_tokens, published, generation)
 
 
-def _read_special_tokens(folder: Path, tokenizer: Tokenizer, config: ModelConfig | RecurrentConfig) -> dict[str, Any]:
+def _read_special_tokens(
+    folder: ModelFolder, tokenizer: Tokenizer, config: ModelConfig | RecurrentConfig
+) -> dict[str, Any]:
     defaults = read_generation_defaults(folder, tokenizer)
     tokens = {name: defaults.options[name] for name in ("eos_token_id", "pad_token_id") if name in defaults.options}
     if isinstance(config, ModelConfig):

@@ -21,7 +21,7 @@ from torch import Tensor
 from monoblock.config.model import PatchConfig
 from monoblock.data.readers.images import PICTURE_SUFFIXES, channels_first, check_pixel_range, read_arrays, read_picture
 from monoblock.errors import FileError, InputError
-from monoblock.untrusted_files import has_file, read_json, reading, safe_join
+from monoblock.untrusted_files import Folder, reading
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 ARRAY_SUFFIX = ".npz"
@@ -67,11 +67,11 @@ def resize_pixels(pixels: Tensor, side: int, resample: str = "bilinear") -> Tens
     return resized.clamp(0, 1) if pixels.is_floating_point() else resized
 
 
-def read_image_preprocessing(folder: Path) -> ImagePreprocessing:
+def read_image_preprocessing(folder: Folder) -> ImagePreprocessing:
     """Read preprocessor_config.json in the folder of a model; without such a file, return the default."""
-    if not (folder.is_dir() and has_file(folder, PREPROCESSOR_FILE)):
+    if not folder.has(PREPROCESSOR_FILE):
         return ImagePreprocessing()
-    data, where = read_json(safe_join(folder, PREPROCESSOR_FILE)), folder / PREPROCESSOR_FILE
+    data, where = folder.read_json(PREPROCESSOR_FILE), folder.path / PREPROCESSOR_FILE
     default = ImagePreprocessing()
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)

@@ -10,10 +10,10 @@ from typing import Any
 
 from monoblock.errors import FileError
 from monoblock.tokenizers.chat_template import MAX_TEMPLATE_LENGTH
-from monoblock.tokenizers.formats.gguf import read_gguf_tokenizer
+from monoblock.tokenizers.formats.gguf import GgufHeader, from_fields, read_gguf_header
 from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary, read_vocabulary
 from monoblock.tokenizers.validation import validate_tokenizer_json
-from monoblock.untrusted_files import has_file, open_to_write, read_bytes, read_json, reading, safe_join
+from monoblock.untrusted_files import Folder, open_to_write, read_json, reading
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -25,60 +25,62 @@ KIND_BY_MODEL_TYPE = {"WordLevel": "word", "WordPiece": "wordpiece", "Unigram": 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_tokenizer(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_tokenizer(path: str | Path | Folder) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the checked content of tokenizer.json and the content of tokenizer_config.json.
 
     `path` is a folder, a tokenizer.json or a GGUF file. If a folder has no tokenizer.json, its content is built from
     older vocabulary files such as vocab.txt.
     """
-    with reading(path):
-        return _read_tokenizer(path)
+    folder = path if isinstance(path, Folder) else Folder(path)
+    with reading(folder.path):
+        if folder.path.is_dir():
+            return _read_folder(folder)
+        return _read_file(folder.path)
 
 
-def _read_tokenizer(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    path = Path(path)
-    if path.is_dir():
-        return _read_folder(path)
+def _read_folder(folder: Folder) -> tuple[dict[str, Any], dict[str, Any]]:
+    config = read_tokenizer_config(folder)
+    if folder.has(TOKENIZER_FILE):
+        data = folder.read_json(TOKENIZER_FILE, max_bytes=MAX_FILE_BYTES, max_values=MAX_JSON_VALUES)
+        return validate_tokenizer_json(data, folder.path / TOKENIZER_FILE), config
+    vocabulary = find_vocabulary(folder.path)
+    if vocabulary is None:
+        raise FileError(
+            f"{folder.path} holds no tokenizer, because it has no {TOKENIZER_FILE} and no other vocabulary file"
+        )
+    data, special_tokens = read_vocabulary(folder, vocabulary, config)
+    return validate_tokenizer_json(data, folder.path / vocabulary), special_tokens | config
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not path.is_file():
         raise FileError(f"{path} holds no tokenizer, because there is no such folder or file")
     if path.suffix == ".gguf":
-        data, config = read_gguf_tokenizer(path)
-    else:
-        data = _read_tokenizer_json(path)
-        config = read_tokenizer_config(path.parent) if path.name == TOKENIZER_FILE else {}
+        return read_gguf_tokenizer(read_gguf_header(path), path)
+    data = read_json(path, max_bytes=MAX_FILE_BYTES, max_values=MAX_JSON_VALUES)
+    config = read_tokenizer_config(Folder(path.parent)) if path.name == TOKENIZER_FILE else {}
     return validate_tokenizer_json(data, path), config
 
 
-def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    config = read_tokenizer_config(folder)
-    if has_file(folder, TOKENIZER_FILE):
-        data = _read_tokenizer_json(safe_join(folder, TOKENIZER_FILE))
-        return validate_tokenizer_json(data, folder / TOKENIZER_FILE), config
-    vocabulary = find_vocabulary(folder)
-    if vocabulary is None:
-        raise FileError(f"{folder} holds no tokenizer, because it has no {TOKENIZER_FILE} and no other vocabulary file")
-    data, special_tokens = read_vocabulary(folder, vocabulary, config)
-    return validate_tokenizer_json(data, folder / vocabulary), special_tokens | config
+def read_gguf_tokenizer(header: GgufHeader, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `read_tokenizer` returns, for the tokenizer in the header of a GGUF file."""
+    data, config = from_fields(header.fields, str(path))
+    return validate_tokenizer_json(data, path), config
 
 
-def _read_tokenizer_json(path: Path) -> dict[str, Any]:
-    return read_json(path, max_bytes=MAX_FILE_BYTES, max_values=MAX_JSON_VALUES)
-
-
-def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+def read_tokenizer_config(folder: Folder) -> dict[str, Any]:
     """Return the content of tokenizer_config.json, completed from other files of the folder.
 
     These are special_tokens_map.json, chat_template.jinja and added_tokens.json.
     """
     config: dict[str, Any] = {}
     for name in (CONFIG_FILE, "special_tokens_map.json"):
-        if has_file(folder, name):
-            config = read_json(safe_join(folder, name), max_bytes=MAX_CONFIG_BYTES) | config
-    if has_file(folder, CHAT_TEMPLATE_FILE):
-        template = read_bytes(safe_join(folder, CHAT_TEMPLATE_FILE), MAX_TEMPLATE_LENGTH)
+        config = folder.read_json(name, max_bytes=MAX_CONFIG_BYTES) | config
+    if folder.has(CHAT_TEMPLATE_FILE):
+        template = folder.read_bytes(CHAT_TEMPLATE_FILE, MAX_TEMPLATE_LENGTH)
         config["chat_template"] = template.decode(errors="replace")
-    if "added_tokens_decoder" not in config and has_file(folder, "added_tokens.json"):
-        ids = read_json(safe_join(folder, "added_tokens.json"), max_bytes=MAX_CONFIG_BYTES)
+    if "added_tokens_decoder" not in config and folder.has("added_tokens.json"):
+        ids = folder.read_json("added_tokens.json", max_bytes=MAX_CONFIG_BYTES)
         config["added_tokens_decoder"] = {str(number): {"content": token} for token, number in ids.items()}
     return config
 

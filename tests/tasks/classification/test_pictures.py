@@ -15,6 +15,7 @@ from monoblock.data.corpora.load import load_corpus
 from monoblock.errors import ConfigError, FileError, InputError, MonoblockError
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import read_recipe
+from monoblock.untrusted_files import Folder
 
 PIL = pytest.importorskip("PIL.Image")
 HEIGHT, WIDTH, SIDE = 13, 17, 8
@@ -235,7 +236,7 @@ def test_pictures_are_prepared_as_transformers_does(fields, pets, tmp_path):
     path = pets / "cats" / "03.png"
     theirs = transformers.models.vit.image_processing_pil_vit.ViTImageProcessorPil.from_pretrained(tmp_path)
     expected = theirs(PIL.open(path).convert("RGB"), return_tensors="pt")["pixel_values"][0]
-    preprocessing = read_image_preprocessing(tmp_path)
+    preprocessing = read_image_preprocessing(Folder(tmp_path))
     config = PatchConfig(image=SIDE, patch=4, channels=3)
     for image in (path, PIL.open(path), np.asarray(PIL.open(path))):
         result = preprocessing(read_image(image, config, preprocessing))
@@ -250,7 +251,7 @@ def test_without_do_resize_another_size_is_an_error_and_bad_fields_are_named(tmp
     config, file = PatchConfig(image=SIDE, patch=4, channels=3), tmp_path / "preprocessor_config.json"
     file.write_text(json.dumps({"do_resize": False, **SQUARE}))
     with pytest.raises(InputError, match="but this model reads 3 × 8 × 8; resize it"):
-        read_image(np.zeros((HEIGHT, WIDTH, 3), np.uint8), config, read_image_preprocessing(tmp_path))
+        read_image(np.zeros((HEIGHT, WIDTH, 3), np.uint8), config, read_image_preprocessing(Folder(tmp_path)))
     for fields, message in (
         ({"do_resize": True, "size": {"height": 8, "width": 9}}, "is not the size of a square"),
         ({"do_resize": True, "size": "8"}, "size='8' is not the size of a square"),
@@ -259,7 +260,7 @@ def test_without_do_resize_another_size_is_an_error_and_bad_fields_are_named(tmp
     ):
         file.write_text(json.dumps(fields))
         with pytest.raises(FileError, match=message):
-            read_image_preprocessing(tmp_path)
+            read_image_preprocessing(Folder(tmp_path))
 
 
 def test_a_text_model_refuses_an_image():

@@ -7,7 +7,7 @@ module checks that the tensors in the header do not overlap and do not end after
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,13 @@ from monoblock.interop.huggingface.family import Family
 from monoblock.interop.huggingface.field_rules import without_fields
 from monoblock.interop.rename import map_weights
 from monoblock.interop.weights import build_on_meta, split_weights, without_rest
-from monoblock.tokenizers.formats.gguf import GgufHeader, TensorInfo, read_gguf_header
+from monoblock.tokenizers.formats.gguf import GgufHeader, TensorInfo
 from monoblock.untrusted_files import short_repr
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from monoblock.interop.model_folder import ModelFolder
     from monoblock.nn.transformer import Transformer
 
 BLOCKS_PER_PASS = 2**15  # quantization blocks converted at once, to limit memory
@@ -74,7 +75,7 @@ class GgufWeights(Mapping[str, Tensor]):
                 f"{path} is cut short: its tensors need {header.data_offset + end:,} bytes, "
                 f"but it has only {header.file_size:,}"
             )
-        self.raw = np.asarray(np.memmap(path, mode="c", dtype=np.uint8))  # torch warns of memory that is not writable
+        self.raw = np.frombuffer(header.raw, dtype=np.uint8)
 
     def _byte_size(self, name: str, info: TensorInfo) -> int:
         """Return the number of bytes of a tensor, from its shape and storage type."""
@@ -122,27 +123,29 @@ class GgufWeights(Mapping[str, Tensor]):
         return len(self.header.tensors)
 
 
-def read_gguf_config(path: str | Path) -> ModelConfig:
-    """Read the configuration of the model in a GGUF file."""
-    return _open_model(path)[2]
-
-
-def has_rope_factors(path: str | Path) -> bool:
-    """Return whether a GGUF file divides the frequencies of rotary positions by numbers of its own (Llama 3)."""
-    return "rope_freqs.weight" in read_gguf_header(path).tensors
+def read_gguf_config(folder: ModelFolder) -> tuple[Family, ModelConfig]:
+    """Return the architecture in a GGUF file, and the configuration of its model."""
+    path, header, stored = folder.path, folder.gguf, folder.weights
+    name = header.fields.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        hint = did_you_mean(str(name)[:40], ARCHITECTURES)
+        known = ", ".join(ARCHITECTURES)
+        raise FileError(f"{path}: the architecture {short_repr(name)} is not one of {known}, which are supported{hint}")
+    family = ARCHITECTURES[name]
+    try:
+        fields = without_fields(_config_fields(name, header, stored), folder.ignore_fields)
+        tree = family.config_tree(fields, LM_CLASS, harmless=lambda name, value: False)  # attention.causal is false
+        return family, family.build_config(tree, tied=_is_tied(stored))
+    except (ConfigError, FileError) as error:
+        raise FileError(f"{path}: {error}") from None
 
 
 def load_gguf(
-    cls: type[Transformer],
-    path: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    ignore_fields: Sequence[str] = (),
-    mesh: DeviceMesh | None = None,
+    cls: type[Transformer], folder: ModelFolder, *, dtype: torch.dtype, device: str, mesh: DeviceMesh | None
 ) -> Transformer:
-    """Load the model in a GGUF file, without the `ignore_fields` of its architecture, such as "rope.scaling.type"."""
-    family, stored, config = _open_model(path, ignore_fields)
+    """Load the model in a GGUF file, or the parts of this process."""
+    path, stored = folder.path, folder.weights
+    family, config = read_gguf_config(folder)
     try:
         model: Transformer = build_on_meta(cls, config, len(stored))
     except (ConfigError, FileError) as error:
@@ -170,29 +173,6 @@ def load_gguf(
         raise FileError(f"{path} has a tensor that the model does not use: {min(unused)}")
     model.load_state_dict(weights, assign=True)
     return model
-
-
-def _open_model(path: str | Path, ignore_fields: Sequence[str] = ()) -> tuple[Family, GgufWeights, ModelConfig]:
-    """Open a GGUF file; return its architecture, its tensors (read on access) and the configuration of its model."""
-    header = read_gguf_header(path)
-    family = _find_architecture(header.fields.get("general.architecture"), path)
-    stored = GgufWeights(path, header)
-    try:
-        fields = without_fields(_config_fields(family.model_type, header, stored), ignore_fields)
-        tree = family.config_tree(fields, LM_CLASS, harmless=lambda name, value: False)  # attention.causal is false
-        return family, stored, family.build_config(tree, tied=_is_tied(stored))
-    except (ConfigError, FileError) as error:
-        raise FileError(f"{path}: {error}") from None
-
-
-def _find_architecture(name: Any, path: str | Path) -> Family:
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        hint = did_you_mean(str(name)[:40], ARCHITECTURES)
-        raise FileError(
-            f"{path}: the architecture {short_repr(name)} is not one of {', '.join(ARCHITECTURES)}, "
-            f"which are supported{hint}"
-        )
-    return ARCHITECTURES[name]
 
 
 def _config_fields(architecture: str, header: GgufHeader, stored: GgufWeights) -> dict[str, Any]:

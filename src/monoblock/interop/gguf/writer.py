@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from monoblock.errors import ConfigError, FileError, InputError, did_you_mean
+from monoblock.errors import ConfigError, InputError, did_you_mean
+from monoblock.interop.generation import sampling_fields
 from monoblock.interop.gguf.architectures import ARCHITECTURES, LM_CLASS, ROPE_FACTORS, VOCAB_SIZE, with_rope_factors
 from monoblock.interop.gguf.reader import import_gguf
-from monoblock.interop.gguf.sampling import sampling_fields
 from monoblock.interop.huggingface.family import Family
 from monoblock.interop.rename import map_weights
+from monoblock.interop.save import state_to_save, writing
 from monoblock.quantization.convert import dequantize, merge_adapters
 from monoblock.tokenizers.formats.gguf import NO_TOKENIZER, PREFIX, to_fields
 from monoblock.untrusted_files import open_to_write
@@ -66,8 +67,7 @@ def save_gguf(
         vocabulary = to_fields(*tokenizer.content(), fields[VOCAB_SIZE])
     package = import_gguf()
     path, temporary = Path(path), Path(f"{path}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path.parent):
         open_to_write(temporary).close()  # the writer itself would follow a link
         writer = package.GGUFWriter(temporary, family.model_type)
         writer.add_name(name)
@@ -81,8 +81,6 @@ def save_gguf(
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        raise FileError(f"the model cannot be written to {path}: {error.strerror or error}") from None
 
 
 def _choose_architecture(model: Transformer) -> tuple[Family, dict[str, Any]]:
@@ -120,9 +118,7 @@ def _write_tensors(
     writer: Any, model: Transformer, family: Family, kind: str, rope_factors: list[float] | None
 ) -> None:
     """Write the list of tensors, then the tensors one by one, so that there is never a copy of the whole model."""
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    if any(tensor.is_meta for tensor in state.values()):
-        raise InputError("a model on the meta device has no weights to save; build it on a real device first")
+    state = {name: tensor.detach() for name, tensor in state_to_save(model).items()}
     types, quants = import_gguf().GGMLQuantizationType, import_gguf().quants
     mappings = list(map_weights(family.weights, {name: tensor.shape for name, tensor in state.items()}, model.config))
     if rope_factors is not None:

@@ -15,8 +15,13 @@ from torch import Tensor
 
 from monoblock.config.model import EmbeddingConfig, Learned, ModelConfig, Sinusoid
 from monoblock.config.parts import VOCABULARY_HEADS
-from monoblock.errors import ConfigError, FileError, InputError, did_you_mean
-from monoblock.interop.companions import (
+from monoblock.errors import ConfigError, FileError, did_you_mean
+from monoblock.interop.huggingface.family import Family
+from monoblock.interop.huggingface.field_rules import config_difference, is_harmless
+from monoblock.interop.huggingface.load import FAMILIES, find_family
+from monoblock.interop.model_folder import CONFIG_FILE, label_fields, parse_dtype
+from monoblock.interop.rename import TensorMapping, map_weights
+from monoblock.interop.save import (
     START_FIELD,
     TOKEN_ID_FIELDS,
     TOKEN_ID_FIELDS_OF_FAMILY,
@@ -24,13 +29,10 @@ from monoblock.interop.companions import (
     cast,
     choose_dtype,
     read_companions,
+    state_to_save,
     stored_size,
+    writing,
 )
-from monoblock.interop.folder import CONFIG_FILE, parse_dtype
-from monoblock.interop.huggingface.family import Family
-from monoblock.interop.huggingface.field_rules import config_difference, is_harmless
-from monoblock.interop.huggingface.load import FAMILIES, find_family
-from monoblock.interop.rename import TensorMapping, map_weights
 from monoblock.interop.weights import MAX_SHARD_SIZE, TensorFactory, save_weights
 from monoblock.nn.arguments import check_model
 from monoblock.nn.positions import sinusoid
@@ -112,9 +114,7 @@ def export_hf(
         warnings.warn(f"the weights are dequantized from {model.config.quantize.bits} bits", stacklevel=2)
         model = dequantize(model)
     ids = companions.special_token_ids(model.config.family) | dict(special_token_ids or {})
-    state = model.state_dict()
-    if any(tensor.is_meta for tensor in state.values()):
-        raise InputError("a model on the meta device has no weights to save; build it on a real device first")
+    state = state_to_save(model)
     (config, convert), chosen, class_name, fields = _choose_form_of(model.config, family, companions.model_type, ids)
     state = convert(dict(state))
     stored = parse_dtype(dtype) if dtype else choose_dtype(state, companions.dtype)
@@ -130,13 +130,10 @@ def export_hf(
         sizes |= dict.fromkeys(names, sum(stored_size(state[name], stored) for name in mapping.ours) // len(names))
     folder = Path(folder)
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
         save_weights(folder, factories, sizes, max_shard_size)
         companions.write(folder, config, published=True)
         write_atomically(folder / CONFIG_FILE, text)
-    except OSError as error:
-        raise FileError(f"the model cannot be written to {folder}: {error.strerror or error}") from None
 
 
 def _choose_form_of(
@@ -173,10 +170,7 @@ def _with_companions(
         # it must be a number; `generate` starts with the same one
         fields[START_FIELD] = 0 if fields.get("pad_token_id") is None else fields["pad_token_id"]
     labels = companions.labels_for(config)
-    if labels:
-        fields["id2label"] = {str(index): label for index, label in enumerate(labels)}
-        fields["label2id"] = {label: index for index, label in enumerate(labels)}
-    return fields
+    return fields | (label_fields(labels) if labels else {})
 
 
 def _source_fields(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import VOCABULARY_HEADS
-from monoblock.errors import FileError, did_you_mean
+from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.interop.huggingface.decoders import DECODERS
 from monoblock.interop.huggingface.encoder_decoders import SEQ2SEQ
 from monoblock.interop.huggingface.encoders import ENCODERS
@@ -32,6 +32,7 @@ from monoblock.untrusted_files import short_repr
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from monoblock.interop.model_folder import ModelFolder
     from monoblock.nn.transformer import Transformer
 
 
@@ -70,11 +71,6 @@ def find_family(fields: Mapping[str, Any]) -> tuple[Family, str]:
     family = FAMILIES[model_type]
     name = next(iter(family.classes)) if classes is None else classes[0]
     return family, family.class_aliases.get(name, name)
-
-
-def is_hf_config(fields: Mapping[str, Any]) -> bool:
-    """Return whether these are the fields of a Hugging Face config.json, not of a monoblock one."""
-    return "format" not in fields and ("model_type" in fields or "architectures" in fields)
 
 
 def config_from_hf(fields: Mapping[str, Any], ignore_fields: Sequence[str] = ()) -> ModelConfig:
@@ -141,14 +137,24 @@ def _has_rule(rules: Sequence[Rule], name: str) -> bool:
 
 
 def load_hf(
+    cls: type[Transformer], folder: ModelFolder, *, dtype: torch.dtype, device: str, mesh: DeviceMesh | None
+) -> Transformer:
+    """Load the model of a Hugging Face folder, or the parts of this process."""
+    try:
+        return _load(cls, without_fields(folder.fields, folder.ignore_fields), folder.weights, dtype, device, mesh)
+    except (ConfigError, FileError) as error:
+        message, path = str(error), str(folder.path)
+        raise FileError(message if message.startswith(path) else f"{path}: {message}") from None
+
+
+def _load(
     cls: type[Transformer],
     fields: Mapping[str, Any],
     weights: SafetensorsWeights,
     dtype: torch.dtype,
     device: str,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | None,
 ) -> Transformer:
-    """Build a model from the fields of a config.json and the stored weights, or from the parts of this process."""
     family, name = find_family(fields)
     tree = family.config_tree(fields, name)
     rules = family.weight_rules(family.build_config(tree, tied=False), name)

@@ -51,6 +51,7 @@ class GgufHeader(NamedTuple):
     tensors: dict[str, TensorInfo]
     data_offset: int  # of the first tensor, in bytes from the start of the file
     file_size: int  # in bytes
+    raw: mmap.mmap  # the file; what is written into it is not stored
 
 
 class _InvalidGguf(Exception):
@@ -107,8 +108,7 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
             size = os.fstat(file.fileno()).st_size
             if size < 24:
                 raise FileError(f"{path} is not a GGUF file: it has only {size} bytes, too few for a header")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
-                return _parse_header(_ByteReader(raw, size), size)
+            return _parse_header(_ByteReader(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), size), size)
     except (_InvalidGguf, UnicodeDecodeError, struct.error, OverflowError) as problem:
         raise FileError(f"{path} cannot be used: {' '.join(str(problem).split())[:120]}") from None
     except (OSError, ValueError) as problem:
@@ -142,7 +142,7 @@ def _parse_header(reader: _ByteReader, size: int) -> GgufHeader:
     alignment = fields.get("general.alignment", 32)
     if type(alignment) is not int or not 8 <= alignment <= 2**16 or alignment % 8:
         raise _InvalidGguf(f"its alignment is {short_repr(alignment)}, not a multiple of 8 from 8 to {2**16}")
-    return GgufHeader(fields, tensors, -(-reader.offset // alignment) * alignment, size)
+    return GgufHeader(fields, tensors, -(-reader.offset // alignment) * alignment, size, reader.raw)
 
 
 def _parse_tensor_info(reader: _ByteReader, name: str) -> TensorInfo:
@@ -169,19 +169,17 @@ NO_TOKENIZER = "no_vocab"  # tokenizer.ggml.model of a file without a tokenizer
 WITHOUT_TOKENIZER = "write the file without the tokenizer: --no-tokenizer (in Python, tokenizer=None)"
 
 
-def read_gguf_tokenizer(path: str | Path) -> tuple[JsonObject, dict[str, Any]]:
-    """Return the content of a tokenizer.json and of a tokenizer_config.json for the tokenizer in a GGUF file."""
-    return from_fields(read_gguf_header(path).fields, str(path))
-
-
-def has_gguf_tokenizer(path: str | Path) -> bool:
-    """Return whether a GGUF file contains a tokenizer."""
-    return read_gguf_header(path).fields.get(f"{PREFIX}.model", NO_TOKENIZER) != NO_TOKENIZER
+def has_tokenizer(fields: Mapping[str, Any]) -> bool:
+    """Return whether the fields of a GGUF header contain a tokenizer."""
+    return fields.get(f"{PREFIX}.model", NO_TOKENIZER) != NO_TOKENIZER
 
 
 def from_fields(fields: Mapping[str, Any], where: str) -> tuple[JsonObject, dict[str, Any]]:
-    """Convert the fields of a GGUF header to what `read_gguf_tokenizer` returns; errors call the file `where`."""
-    if fields.get(f"{PREFIX}.model", NO_TOKENIZER) == NO_TOKENIZER:
+    """Convert the fields of a GGUF header to the content of a tokenizer.json and of a tokenizer_config.json.
+
+    Errors call the file `where`.
+    """
+    if not has_tokenizer(fields):
         raise FileError(f"{where} contains no tokenizer; load its model alone with Transformer.from_pretrained")
     tokens = _string_list(fields, f"{PREFIX}.tokens", where)
     if len(set(tokens)) != len(tokens):

@@ -36,7 +36,7 @@ from monoblock.tokenizers.formats.families import (
     assemble_tokenizer_json,
     special_token,
 )
-from monoblock.untrusted_files import MB, has_file, read_bytes, read_json, safe_join, short_repr
+from monoblock.untrusted_files import MB, Folder, has_file, short_repr
 
 MAX_FILE_BYTES = 64 * MB
 MAX_TOKENS = 2_000_000
@@ -58,23 +58,23 @@ def _list_files(folder: Path) -> list[str]:
         return []
 
 
-def read_vocabulary(folder: Path, name: str, config: Mapping[str, Any]) -> tuple[JsonObject, dict[str, Any]]:
+def read_vocabulary(folder: Folder, name: str, config: Mapping[str, Any]) -> tuple[JsonObject, dict[str, Any]]:
     """Convert the vocabulary file `name` of a folder; `config` is the content of tokenizer_config.json.
 
     Return the content of a tokenizer.json, and the special tokens of the family as in a tokenizer_config.json.
     """
-    path = safe_join(folder, name)
+    path = folder.path / name
     if name == "vocab.json":
-        vocab = read_json(path, max_bytes=MAX_FILE_BYTES, max_values=MAX_JSON_VALUES)
+        vocab = folder.read_json(name, max_bytes=MAX_FILE_BYTES, max_values=MAX_JSON_VALUES)
         family = _find_family(folder, config, "gpt2")
-        merges = _read_merges(safe_join(folder, "merges.txt"))
+        merges = _read_merges(folder.read_bytes("merges.txt", MAX_FILE_BYTES), folder.path / "merges.txt")
         sections = byte_level_sections(vocab, merges, family.pre_tokenizer, family, config)
         return assemble_tokenizer_json(sections, family, config), _special_tokens(family)
     if name == "vocab.txt":
         family = _find_family(folder, config, "bert")
-        sections = _wordpiece_sections(path, family, config)
+        sections = _wordpiece_sections(folder.read_bytes(name, MAX_FILE_BYTES), path, family, config)
         return assemble_tokenizer_json(sections, family, config), _special_tokens(family)
-    raw = read_bytes(path, MAX_FILE_BYTES)
+    raw = folder.read_bytes(name, MAX_FILE_BYTES)
     if name.endswith(".tiktoken") or is_tiktoken(raw):
         family = _find_family(folder, config, "gpt2")
         vocab, merges = parse_ranks(raw, str(path))
@@ -88,7 +88,7 @@ def _special_tokens(family: TokenizerFamily) -> dict[str, Any]:
     return {f"{role}_token": token for role, token in family.special_tokens.items()}
 
 
-def _find_family(folder: Path, config: Mapping[str, Any], default: str) -> TokenizerFamily:
+def _find_family(folder: Folder, config: Mapping[str, Any], default: str) -> TokenizerFamily:
     """Return the family that tokenizer_class in tokenizer_config.json names, or else model_type in config.json.
 
     If there is neither, return the family `default`.
@@ -96,13 +96,13 @@ def _find_family(folder: Path, config: Mapping[str, Any], default: str) -> Token
     name = config.get("tokenizer_class")
     if isinstance(name, str):
         name = name.removesuffix("Fast").removesuffix("Tokenizer").lower()
-    elif has_file(folder, "config.json"):
-        name = read_json(safe_join(folder, "config.json")).get("model_type")
+    else:
+        name = folder.read_json("config.json").get("model_type")
     name = name or default
     if not isinstance(name, str) or name not in FAMILY_ALIASES:
         hint = did_you_mean(str(name)[:40], FAMILY_ALIASES)
         raise FileError(
-            f"{folder}: vocabulary files of {short_repr(name)} are not supported; add a tokenizer.json{hint}"
+            f"{folder.path}: vocabulary files of {short_repr(name)} are not supported; add a tokenizer.json{hint}"
         )
     return FAMILIES[FAMILY_ALIASES[name]]
 
@@ -110,9 +110,9 @@ def _find_family(folder: Path, config: Mapping[str, Any], default: str) -> Token
 # -- the files ---------------------------------------------------------------------------------------------------------
 
 
-def _read_lines(path: Path) -> list[str]:
+def _read_lines(raw: bytes, path: Path) -> list[str]:
     try:
-        lines = read_bytes(path, MAX_FILE_BYTES).decode().split("\n")
+        lines = raw.decode().split("\n")
     except UnicodeDecodeError as problem:
         raise FileError(f"{path} is not UTF-8 text (byte {problem.start})") from None
     if len(lines) > MAX_TOKENS + 1:
@@ -120,8 +120,8 @@ def _read_lines(path: Path) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
-def _read_merges(path: Path) -> list[list[str]]:
-    lines = _read_lines(path)
+def _read_merges(raw: bytes, path: Path) -> list[list[str]]:
+    lines = _read_lines(raw, path)
     pairs = [line.split(" ") for line in lines[lines[0].startswith("#version") :] if line]
     wrong = next((pair for pair in pairs if len(pair) != 2), None)
     if wrong is not None:
@@ -158,8 +158,8 @@ def byte_level_sections(
     }
 
 
-def _wordpiece_sections(path: Path, family: TokenizerFamily, config: Mapping[str, Any]) -> JsonObject:
-    lines = _read_lines(path)
+def _wordpiece_sections(raw: bytes, path: Path, family: TokenizerFamily, config: Mapping[str, Any]) -> JsonObject:
+    lines = _read_lines(raw, path)
     pieces = lines[:-1] if lines[-1] == "" else lines
     vocab = {piece: number for number, piece in enumerate(pieces)}
     if len(vocab) != len(pieces):

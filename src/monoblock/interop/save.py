@@ -1,9 +1,9 @@
-"""What a stored model has beside its weights, read so that it is written again with the model.
+"""Write a model as a folder, with what lay beside the weights that it was loaded from.
 
-The labels, the tokenizer, the settings of generation, the chat template, the settings of image and audio inputs, the
-fields of a Hugging Face config.json that do not change what is computed (its family, token ids, dropout …), and the
-dtype of the weights.  A loaded model knows the path of its files (`model.loaded_from`); a model that was built has none
-of these.
+These are the labels, the tokenizer, the settings of generation, the chat template, the settings of image and audio
+inputs, the fields of a Hugging Face config.json that do not change what is computed (its family, token ids, dropout …),
+and the dtype of the weights.  A loaded model knows the path of its files (`model.loaded_from`); a model that was built
+has none of these.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,21 @@ import torch
 from torch import Tensor
 
 from monoblock.config.model import AnyConfig, ModelConfig
-from monoblock.errors import FileError
-from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
-from monoblock.interop.huggingface.load import find_family
-from monoblock.interop.labels import LABELS_FILE, read_labels
-from monoblock.interop.weights import INDEX_FILE, RUN_RECIPE_FILE, WEIGHTS_FILE, open_weights
-from monoblock.tokenizers.formats.gguf import has_gguf_tokenizer
-from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary
+from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.interop.model_folder import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    LABELS_FILE,
+    RECIPE_FILE,
+    ModelFolder,
+    format_config,
+    parse_dtype,
+)
+from monoblock.interop.weights import INDEX_FILE, MAX_SHARD_SIZE, WEIGHTS_FILE, save_weights
+from monoblock.quantization.convert import merge_adapters
 from monoblock.tokenizers.tokenizer import Tokenizer
-from monoblock.untrusted_files import MB, has_file, read_bytes, read_json, safe_folder, safe_join, write_atomically
+from monoblock.untrusted_files import MB, read_bytes, safe_folder, safe_join, write_atomically
 
-GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -59,10 +64,6 @@ OTHER_FILES = (
 )
 POOLING_FOLDER = "1_Pooling"  # where sentence-transformers stores how token vectors are pooled
 MAX_FILE_BYTES = 64 * MB
-# Fields of our config.json: the fingerprint of the tokenizer, and those of the Hugging Face file that was read.
-FINGERPRINT_KEY, HUGGINGFACE_KEY = "tokenizer", "huggingface"
-# Fields of a Hugging Face config.json that are written anew, or name code or files elsewhere.
-REPLACED_FIELDS = ("auto_map", "dtype", "quantization_config", "torch_dtype", "transformers_version")
 # Fields with token ids that Hugging Face folders without a generation_config.json keep in config.json.
 TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 START_FIELD = "decoder_start_token_id"
@@ -72,17 +73,71 @@ TOKEN_ID_FIELDS_OF_FAMILY = {
 }
 
 
+def save_model(
+    model: Any,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    companions: Companions | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+) -> None:
+    """Write config.json and the weights of a model, divided into files of at most `max_shard_size` bytes.
+
+    LoRA adapters are written merged into the weights.
+
+    dtype: the dtype of the weights; by default that of the files the model was loaded from if it holds the weights
+        exactly, else that of the model.
+    companions: what else is written; by default what lies beside the weights that the model was loaded from.
+    """
+    companions = read_companions(model.loaded_from) if companions is None else companions
+    folder, model = Path(folder), merge_adapters(model)
+    state = state_to_save(model)
+    quantized = isinstance(model.config, ModelConfig) and model.config.quantize is not None
+    if quantized and dtype is not None:
+        raise ConfigError(
+            f"dtype={dtype} is for floating-point weights, but this model is quantized; leave it out, or write the "
+            "format hf, which is dequantized"
+        )
+    stored = None if quantized else parse_dtype(dtype) if dtype else choose_dtype(state, companions.dtype)
+    with writing(folder):
+        text = format_config(model.config, companions.fingerprint, companions.fields)
+        factories = [{name: lambda tensor=tensor: cast(tensor, stored)} for name, tensor in state.items()]
+        sizes = {name: stored_size(tensor, stored) for name, tensor in state.items()}
+        save_weights(folder, factories, sizes, max_shard_size)
+        companions.write(folder, model.config, published=False)
+        write_atomically(folder / CONFIG_FILE, text)
+
+
+def state_to_save(model: torch.nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict()
+    if any(tensor.is_meta for tensor in state.values()):
+        raise InputError("a model on the meta device has no weights to save; build it on a real device first")
+    return state
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Make the folder of a model; turn an OSError into a FileError that names the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise FileError(f"the model cannot be written to {folder}: {error.strerror or error}") from None
+
+
+# -- what lies beside the weights --------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Companions:
     """What lies beside the weights of a stored model; empty for a model that was built."""
 
-    path: Path | None = None
+    folder: ModelFolder | None = None  # that has the tokenizer
     files: Mapping[str, bytes] = field(default_factory=dict)  # to be copied, by name
     fields: Mapping[str, Any] = field(default_factory=dict)  # of a Hugging Face config.json, with its model_type
     labels: Sequence[str] = ()
     generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
     dtype: torch.dtype | None = None  # of most of the stored weights; None if they are not safetensors
-    stored_fingerprint: str | None = None  # of the tokenizer, in our config.json
 
     @property
     def model_type(self) -> str | None:
@@ -90,17 +145,17 @@ class Companions:
 
     @property
     def is_run(self) -> bool:
-        return RUN_RECIPE_FILE in self.files
+        return RECIPE_FILE in self.files
 
     def without_tokenizer(self) -> Companions:
         files = {name: raw for name, raw in self.files.items() if not is_tokenizer_file(name)}
-        return replace(self, path=None, files=files, stored_fingerprint=None)
+        return replace(self, folder=None, files=files)
 
     def load_tokenizer(self, config: AnyConfig | None = None) -> Tokenizer | None:
-        """Load the tokenizer, if there is one; with the configuration of the model, as other programs need it."""
-        if self.path is None or not has_tokenizer(self.path):
+        """Return the tokenizer, if there is one; with the configuration of the model, as other programs need it."""
+        if self.folder is None or not self.folder.has_tokenizer:
             return None
-        tokenizer = Tokenizer.from_pretrained(self.path)
+        tokenizer = self.folder.tokenizer
         if not self.is_run or not isinstance(config, ModelConfig) or config.head is None:
             return tokenizer
         writes_text = config.head.kind == "language_model"
@@ -115,16 +170,11 @@ class Companions:
         ids |= {name: self.generation[name] for name in names if self.generation.get(name) is not None}
         return {name: id_ for name, id_ in ids.items() if id_ is not None}
 
-    def own_fields(self) -> dict[str, Any]:
-        """Return the fields of our config.json beside the configuration of the model."""
-        fields: dict[str, Any] = {HUGGINGFACE_KEY: dict(self.fields)} if self.fields else {}
-        return fields if self.fingerprint is None else fields | {FINGERPRINT_KEY: self.fingerprint}
-
     @property
     def fingerprint(self) -> str | None:
         """The fingerprint of the tokenizer; None if there is none, or if it cannot be read."""
-        if self.stored_fingerprint is not None:
-            return self.stored_fingerprint
+        if self.folder is None or self.folder.fingerprint is not None:
+            return None if self.folder is None else self.folder.fingerprint
         try:
             tokenizer = self.load_tokenizer()
         except FileError:
@@ -140,11 +190,11 @@ class Companions:
         """Write the files beside the weights of a model; `published` is for transformers, which reads no recipe."""
         files = dict(self.files)
         if published:
-            files.pop(RUN_RECIPE_FILE, None)
+            files.pop(RECIPE_FILE, None)
         in_fields = published and self.fields  # where transformers reads the ids, too
         if self.generation and GENERATION_CONFIG_FILE not in files and not in_fields:
             files[GENERATION_CONFIG_FILE] = (json.dumps(dict(self.generation), indent=2) + "\n").encode()
-        rewritten = self.path is not None and (self.path.is_file() or (published and self.is_run))
+        rewritten = self.folder is not None and (self.folder.is_gguf or (published and self.is_run))
         tokenizer = self.load_tokenizer(config if published else None) if rewritten else None
         if tokenizer is not None:
             files = {name: raw for name, raw in files.items() if not is_tokenizer_file(name)}
@@ -157,70 +207,44 @@ class Companions:
             write_atomically(folder / name, raw)
 
 
-def read_companions(path: Path | None) -> Companions:
+def read_companions(source: Path | ModelFolder | None) -> Companions:
     """Read what lies beside the weights of a model folder or in a GGUF file; nothing for None."""
-    if path is None:
+    if source is None:
         return Companions()
-    if path.is_file():
-        from monoblock.interop.gguf.sampling import read_sampling
-
-        return Companions(path, generation=read_sampling(path))
-    if not path.is_dir() or not has_file(path, CONFIG_FILE):
+    folder = source if isinstance(source, ModelFolder) else ModelFolder(source)
+    if folder.is_gguf:
+        return Companions(folder, generation=folder.generation_config)
+    if not folder.has(CONFIG_FILE):
         warnings.warn(
-            f"{path}, where this model was loaded from, is gone; its labels, tokenizer and settings are not written",
+            f"{folder.path}, where this model was loaded from, is gone; its labels, tokenizer and settings are not "
+            "written",
             stacklevel=3,
         )
         return Companions()
-    data, fields = read_json(safe_join(path, CONFIG_FILE)), read_published_fields(path)
-    ours = data.get("format") == FORMAT_NAME
-    names = [*(file.name for file in path.glob("*.tiktoken")), *TOKENIZER_FILES, *OTHER_FILES]
-    names += [RUN_RECIPE_FILE] if ours else []
-    files = {name: read_bytes(safe_join(path, name), MAX_FILE_BYTES) for name in names if has_file(path, name)}
-    if has_file(path, POOLING_FOLDER):
-        pooling = safe_join(safe_folder(path, POOLING_FOLDER), CONFIG_FILE)
+    fields = folder.published_fields
+    names = [*(file.name for file in folder.path.glob("*.tiktoken")), *TOKENIZER_FILES, *OTHER_FILES]
+    names += [] if folder.is_published else [RECIPE_FILE]
+    files = {name: folder.read_bytes(name, MAX_FILE_BYTES) for name in names if folder.has(name)}
+    if folder.has(POOLING_FOLDER):
+        pooling = safe_join(safe_folder(folder.path, POOLING_FOLDER), CONFIG_FILE)
         files[f"{POOLING_FOLDER}/{CONFIG_FILE}"] = read_bytes(pooling, MAX_FILE_BYTES)
-    if GENERATION_CONFIG_FILE in files:
-        generation = read_json(safe_join(path, GENERATION_CONFIG_FILE))
-    else:
+    generation = folder.generation_config
+    if not folder.has(GENERATION_CONFIG_FILE):
         ids = (*TOKEN_ID_FIELDS, *(name for names in TOKEN_ID_FIELDS_OF_FAMILY.values() for name in names))
         generation = {name: fields[name] for name in ids if fields.get(name) is not None}
-    stored = any(has_file(path, name) for name in (WEIGHTS_FILE, INDEX_FILE))
-    dtype, fingerprint = _stored_dtype(path) if stored else None, data.get(FINGERPRINT_KEY) if ours else None
-    return Companions(path, files, fields, read_labels(path), generation, dtype, fingerprint)
-
-
-def has_tokenizer(path: Path) -> bool:
-    """Return whether a model folder or GGUF file has a tokenizer."""
-    if path.is_file():
-        return has_gguf_tokenizer(path)
-    return has_file(path, "tokenizer.json") or find_vocabulary(path) is not None
+    stored = folder.has(WEIGHTS_FILE) or folder.has(INDEX_FILE)
+    return Companions(folder, files, fields, folder.labels, generation, _stored_dtype(folder) if stored else None)
 
 
 def is_tokenizer_file(name: str) -> bool:
     return name in TOKENIZER_FILES or name.endswith(".tiktoken")
 
 
-def read_published_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of the Hugging Face config.json that a model was read from, now or by an earlier conversion.
-
-    They are {} for other models, and never have fields that name code, or the type of the weights.
-    """
-    if path.is_file() or not has_file(path, CONFIG_FILE):
-        return {}
-    data = read_json(safe_join(path, CONFIG_FILE))
-    fields = data.get(HUGGINGFACE_KEY) if data.get("format") == FORMAT_NAME else data
-    if not isinstance(fields, dict) or not fields:
-        return {}
-    kept = {name: value for name, value in fields.items() if name not in REPLACED_FIELDS and not name.startswith("_")}
-    return kept | {"model_type": find_family(fields)[0].model_type}
-
-
-def _stored_dtype(folder: Path) -> torch.dtype | None:
-    stored = open_weights(folder)
+def _stored_dtype(folder: ModelFolder) -> torch.dtype | None:
     sizes: Counter[torch.dtype] = Counter()
-    for name, dtype in stored.dtypes.items():
-        if dtype.is_floating_point:
-            sizes[dtype] += torch.Size(stored.shapes[name]).numel()
+    for entry in folder.weights.entries.values():
+        if entry.dtype.is_floating_point:
+            sizes[entry.dtype] += torch.Size(entry.shape).numel()
     return sizes.most_common(1)[0][0] if sizes else None
 
 
