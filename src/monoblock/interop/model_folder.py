@@ -105,7 +105,7 @@ class ModelFolder(Folder):
                 return parse_fields(self.fields, self.path / CONFIG_FILE, self.ignore_fields)
             from monoblock.interop.gguf.reader import read_gguf_config
 
-            return read_gguf_config(self)[1]
+            return read_gguf_config(self.weights, self.ignore_fields)[1]
 
     @cached_property
     def weights(self) -> Any:
@@ -114,8 +114,11 @@ class ModelFolder(Folder):
             from monoblock.interop.gguf.reader import GgufWeights
 
             return GgufWeights(self.path, self.gguf)
-        from monoblock.interop.weights import open_weights
+        from monoblock.interop.weights import INDEX_FILE, WEIGHTS_FILE, open_weights
 
+        if self.is_run and not self.has(WEIGHTS_FILE) and not self.has(INDEX_FILE):
+            command = f"monoblock train {self.path / RECIPE_FILE} --out {self.path} --resume"
+            raise FileError(f"this training run has not finished; continue it with {command}")
         return open_weights(self)
 
     @property
@@ -325,11 +328,11 @@ def load_model(
         if folder.is_gguf:
             from monoblock.interop.gguf.reader import load_gguf
 
-            model: Any = load_gguf(kind, folder, **options)
+            model: Any = load_gguf(kind, folder.weights, folder.ignore_fields, **options)
         elif folder.is_published:
             from monoblock.interop.huggingface.load import load_hf
 
-            model = load_hf(kind, folder, **options)
+            model = load_hf(kind, folder.path, folder.fields, folder.weights, folder.ignore_fields, **options)
         else:
             model = _load_own(kind, folder, **options)
     model.loaded_from = folder.path.resolve()

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig
 from monoblock.errors import FileError
-from monoblock.interop.model_folder import RECIPE_FILE, ModelFolder
-from monoblock.untrusted_files import MB, open_to_write, parse_json, safe_join, short_repr
+from monoblock.untrusted_files import MB, Folder, open_to_write, parse_json, safe_join, short_repr
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -240,7 +239,7 @@ class SafetensorsWeights(Mapping[str, Tensor]):
         return sum(entry.end - entry.start for entry in self.entries.values())
 
 
-def open_weights(folder: ModelFolder) -> SafetensorsWeights:
+def open_weights(folder: Folder) -> SafetensorsWeights:
     """Open the weights of a folder: the shards of its index if there is one, else model.safetensors."""
     path = folder.path
     if folder.has(INDEX_FILE):
@@ -251,13 +250,10 @@ def open_weights(folder: ModelFolder) -> SafetensorsWeights:
     if pickles:
         hint = f"{min(pickles)} is a pickle: write monoblock convert {path} --to FOLDER first"
         raise FileError(f"{path} has no {WEIGHTS_FILE}; {hint}")
-    if folder.is_run:
-        command = f"monoblock train {path / RECIPE_FILE} --out {path} --resume"
-        raise FileError(f"this training run has not finished; continue it with {command}")
     raise FileError(f"{path} has no {WEIGHTS_FILE}, the file with the weights of a model")
 
 
-def _open_shards(folder: ModelFolder) -> SafetensorsWeights:
+def _open_shards(folder: Folder) -> SafetensorsWeights:
     index = folder.path / INDEX_FILE
     weight_map = folder.read_json(INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

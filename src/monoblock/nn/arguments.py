@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import HeadConfig, ModelConfig, StackConfig
 from monoblock.config.parts import SEQUENCE_HEADS
-from monoblock.errors import ConfigError, InputError, with_article
+from monoblock.errors import InputError, with_article
 from monoblock.nn.cache import Cache
 from monoblock.nn.masks import TokenPositions, arange_positions
 from monoblock.nn.packed_documents import PackedDocuments
@@ -136,19 +136,6 @@ def can_read_values(tensor: Tensor) -> bool:
 def _is_transformed() -> bool:
     """Return whether a transform of torch.func is active; vmap does not allow the values of a tensor to be read."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def check_config(config: ModelConfig) -> ModelConfig:
-    """Return the configuration that a model is built from; raise ConfigError if it cannot be."""
-    if not isinstance(config, ModelConfig):
-        raise ConfigError(
-            f"a Transformer is built from a ModelConfig, not from {config!r:.60}; get one with mb.preset(name)"
-        )
-    if config.quantize is not None:
-        raise ConfigError(
-            "a model is quantized after it is built; build it with quantize=None, then call mb.quantize(…)"
-        )
-    return config
 
 
 def reject_arguments(config: ModelConfig, **arguments: object) -> None:

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import SEQUENCE_HEADS, CheckpointMode
-from monoblock.errors import InputError, with_article
+from monoblock.errors import ConfigError, InputError, with_article
 from monoblock.nn.arguments import (
     Documents,
     check_cache,
-    check_config,
     check_documents,
     check_shape,
     check_sources,
@@ -55,7 +54,15 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = check_config(config)
+        if not isinstance(config, ModelConfig):
+            raise ConfigError(
+                f"a Transformer is built from a ModelConfig, not from {config!r:.60}; get one with mb.preset(name)"
+            )
+        if config.quantize is not None:
+            raise ConfigError(
+                "a model is quantized after it is built; build it with quantize=None, then call mb.quantize(…)"
+            )
+        self.config = config
         width = config.width
         self.input = build_input(width, config.input)
         is_tied = config.tie in ("source_target", "three_way")

@@ -14,9 +14,10 @@ from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.presets import PRESETS
 from monoblock.errors import ConfigError
-from monoblock.interop.model_folder import ModelFolder, read_any_config
+from monoblock.interop.model_folder import CONFIG_FILE, ModelFolder, read_any_config
 from monoblock.recipes.parse import list_recipes
 from monoblock.runs.recipe import Overrides, build_model_config, read_recipe, task_of_recipe
+from monoblock.untrusted_files import Folder
 
 if TYPE_CHECKING:  # counting needs no torch, unless weights are counted
     from monoblock.baselines.lstm import Recurrent
@@ -56,7 +57,7 @@ def account(
         return account_config(what.config, name=name, not_covered=_compare(what.config, weights))
     if is_recipe(str(what)):
         return account_config(config_of_recipe(str(what), overrides), name=name or str(what))
-    if str(what) in PRESETS or not Path(what).is_dir():
+    if str(what) in PRESETS or not Folder(what).has(CONFIG_FILE):
         return account_config(read_any_config(str(what)), name=name or str(what))
     folder = ModelFolder(what)
     is_stored = folder.format == "monoblock" and any(map(folder.has, WEIGHT_FILES))

@@ -15,7 +15,7 @@ from monoblock.inference.settings import ENGINE_OPTIONS, Settings, parse_setting
 from monoblock.interop.generation import UNREPORTED_FIELDS, is_neutral
 from monoblock.interop.model_folder import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelFolder
 from monoblock.recipes.schema import GenerateSection
-from monoblock.tasks.loaded_model import GenerationDefaults, exceeds
+from monoblock.tasks.loaded_model import GenerationDefaults
 from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted_files import short_repr
@@ -33,7 +33,7 @@ def read_generation_defaults(folder: ModelFolder, tokenizer: Tokenizer) -> Gener
         options["temperature"] = 0.0
     elif "temperature" not in options:
         options["temperature"] = 1.0
-    if exceeds(options.get("num_beams"), 1):
+    if _is_count(options.get("num_beams")):
         options["temperature"] = 0.0
     for name, token in (("eos_token_id", tokenizer.eos_id), ("pad_token_id", tokenizer.pad_id)):
         if token is not None:

@@ -19,7 +19,7 @@ from monoblock.model import Transformer
 from monoblock.runs.generation_config import read_generation_defaults
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.recipe import parse_recipe
-from monoblock.tasks.image_inputs import read_image_preprocessing
+from monoblock.tasks.image_inputs import ImagePreprocessing, read_image_preprocessing
 from monoblock.tasks.loaded_model import GenerationDefaults, LoadedModel
 from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
@@ -100,8 +100,9 @@ def load_folder(
         model = load_model(kind, folder, dtype=dtype, device=device, mesh=mesh).eval()
         if mesh is None and not is_lstm and model.device.type == "cuda" and reason_not_to_optimize(model) is None:
             arrange_weights(model)
+        is_vision = isinstance(model.config, ModelConfig) and model.config.family == "vision"
         tokenizer, defaults = None, GenerationDefaults(from_recipe=folder.is_run)
-        if _has_tokenizer(folder, model):
+        if not is_vision and (not folder.is_run or folder.has(TOKENIZER_FILE)):  # a run on batches may have none
             tokenizer = folder.load_tokenizer(model.config, force=force)
             defaults = read_generation_defaults(folder, tokenizer)
         recipe = None
@@ -116,15 +117,8 @@ def load_folder(
             None if recipe is None else recipe.task,
             _labels_of_head(folder, model),
             _read_pooling(folder),
-            read_image_preprocessing(folder),
+            read_image_preprocessing(folder) if is_vision else ImagePreprocessing(),
         )
-
-
-def _has_tokenizer(folder: ModelFolder, model: Transformer | Recurrent) -> bool:
-    """Return whether a folder should have a tokenizer: not for images, nor for a run on batches that was given none."""
-    if isinstance(model.config, ModelConfig) and model.config.family == "vision":
-        return False
-    return not folder.is_run or folder.has(TOKENIZER_FILE)
 
 
 def _labels_of_head(folder: ModelFolder, model: Transformer | Recurrent) -> list[str]:

@@ -65,18 +65,6 @@ def render_chat(
     return str(result["text"])
 
 
-def find_chat_template(config: Mapping[str, Any]) -> str | None:
-    """Return the chat template in the content of a tokenizer_config.json, or None if there is none.
-
-    If there are several templates, return the one named "default".
-    """
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        rows = [row for row in template if isinstance(row, Mapping) and row.get("name") == "default"]
-        template = rows[0].get("template") if rows else None
-    return template if isinstance(template, str) else None
-
-
 def _to_json(request: Mapping[str, object]) -> bytes:
     def convert(value: object) -> object:
         if isinstance(value, Mapping):

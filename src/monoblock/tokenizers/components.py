@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 JsonObject = dict[str, Any]
@@ -80,12 +79,3 @@ def byte_symbols() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = iter(range(0x100, 0x200))
     return [chr(value) if value in printable else chr(next(substitutes)) for value in range(256)]
-
-
-def build_backend(sections: JsonObject) -> Any:
-    """Build a `tokenizers.Tokenizer` from sections of a tokenizer.json; sections that are not given are empty."""
-    from tokenizers import Tokenizer
-
-    empty = {"version": "1.0", "added_tokens": [], "model": bpe_model({}, [])}
-    keys = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-    return Tokenizer.from_str(json.dumps(dict.fromkeys(keys) | empty | sections))

@@ -1,8 +1,8 @@
 """Special tokens, such as <pad>, and their roles, such as "pad".
 
 Each training objective needs some roles (ROLES_BY_OBJECTIVE), and each role has usual spellings (ROLE_SPELLINGS).
-`resolve_special_tokens` chooses the special tokens of a tokenizer that we train; `assign_roles` finds the token of each
-role in a published tokenizer.
+`resolve_special_tokens` chooses the special tokens of a tokenizer that we train; `assign_roles` in tokenizer_json.py
+finds the token of each role in a published tokenizer.
 
 In a tokenizer that we train, special tokens have the highest ids and are not in the vocabulary of its model, so that no
 text is ever segmented into a special token. Only the unknown token is in this vocabulary, with the id 0, because the
@@ -76,23 +76,6 @@ def _spellings(word: str) -> list[str]:
             f"{word!r} is not a special token{hint}; write a role such as pad, or a tag as in <2hi> or [NAME]"
         )
     return [word]
-
-
-def assign_roles(tokens: Mapping[str, int], config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a dict from roles to their tokens among `tokens`, the special tokens of a published tokenizer.
-
-    The token of a role is the one that tokenizer_config.json (`config`) names, or else the first usual spelling.
-    """
-    roles = {}
-    for role, spellings in ROLE_SPELLINGS.items():
-        value = config.get(f"{role}_token")
-        value = value.get("content") if isinstance(value, Mapping) else value
-        candidates = (value, *spellings) if isinstance(value, str) else spellings
-        for spelling in candidates:
-            if spelling in tokens:
-                roles[role] = spelling
-                break
-    return roles
 
 
 def find_sentinels(tokens: Iterable[str]) -> list[str]:

@@ -18,11 +18,14 @@ from typing import Any, NamedTuple
 
 from monoblock.errors import FileError, InputError, did_you_mean
 from monoblock.tokenizers import sampling
-from monoblock.tokenizers.chat_template import find_chat_template, render_chat
-from monoblock.tokenizers.components import build_backend, byte_symbols
+from monoblock.tokenizers.chat_template import render_chat
+from monoblock.tokenizers.components import byte_symbols
 from monoblock.tokenizers.inputs import check_text, check_texts, to_id_list
-from monoblock.tokenizers.special_tokens import UNKNOWN_CHARACTER, assign_roles, find_sentinels
+from monoblock.tokenizers.special_tokens import UNKNOWN_CHARACTER, find_sentinels
 from monoblock.tokenizers.tokenizer_json import (
+    assign_roles,
+    build_backend,
+    find_chat_template,
     is_byte_level,
     read_tokenizer,
     tokenizer_kind,

@@ -10,8 +10,10 @@ from typing import Any
 
 from monoblock.errors import FileError
 from monoblock.tokenizers.chat_template import MAX_TEMPLATE_LENGTH
+from monoblock.tokenizers.components import JsonObject
 from monoblock.tokenizers.formats.gguf import GgufHeader, from_fields, read_gguf_header
 from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary, read_vocabulary
+from monoblock.tokenizers.special_tokens import ROLE_SPELLINGS
 from monoblock.tokenizers.validation import validate_tokenizer_json
 from monoblock.untrusted_files import Folder, open_to_write, read_json, reading
 
@@ -106,6 +108,44 @@ def unknown_token(model: Mapping[str, Any]) -> str | None:
     if model["type"] != "Unigram":
         return model.get("unk_token")
     return None if model.get("unk_id") is None else model["vocab"][model["unk_id"]][0]
+
+
+def find_chat_template(config: Mapping[str, Any]) -> str | None:
+    """Return the chat template in the content of a tokenizer_config.json, or None if there is none.
+
+    If there are several templates, return the one named "default".
+    """
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        rows = [row for row in template if isinstance(row, Mapping) and row.get("name") == "default"]
+        template = rows[0].get("template") if rows else None
+    return template if isinstance(template, str) else None
+
+
+def assign_roles(tokens: Mapping[str, int], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return a dict from roles to their tokens among `tokens`, the special tokens of a published tokenizer.
+
+    The token of a role is the one that tokenizer_config.json (`config`) names, or else the first usual spelling.
+    """
+    roles = {}
+    for role, spellings in ROLE_SPELLINGS.items():
+        value = config.get(f"{role}_token")
+        value = value.get("content") if isinstance(value, Mapping) else value
+        candidates = (value, *spellings) if isinstance(value, str) else spellings
+        for spelling in candidates:
+            if spelling in tokens:
+                roles[role] = spelling
+                break
+    return roles
+
+
+def build_backend(sections: JsonObject) -> Any:
+    """Build a `tokenizers.Tokenizer` from sections of a tokenizer.json; sections that are not given are empty."""
+    from tokenizers import Tokenizer
+
+    empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    keys = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    return Tokenizer.from_str(json.dumps(dict.fromkeys(keys) | empty | sections))
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 from monoblock.errors import ConfigError, InputError
 from monoblock.tokenizers import unigram
-from monoblock.tokenizers.components import JsonObject, bpe_model, build_backend, byte_symbols, join_sections
+from monoblock.tokenizers.components import JsonObject, bpe_model, byte_symbols, join_sections
 from monoblock.tokenizers.inputs import check_texts
 from monoblock.tokenizers.pipelines import CONTINUATION_PREFIX, END_OF_WORD, WORD_MARKER, build_sections
 from monoblock.tokenizers.special_tokens import (
@@ -22,6 +22,7 @@ from monoblock.tokenizers.special_tokens import (
     build_template,
     resolve_special_tokens,
 )
+from monoblock.tokenizers.tokenizer_json import build_backend
 
 UNK_TOKEN = ROLE_SPELLINGS["unk"][0]
 # Anything but Unicode's White_Space, as in the library's WhitespaceSplit; str.split() also cuts at U+001C … U+001F.

@@ -7,7 +7,7 @@ module checks that the tensors in the header do not overlap and do not end after
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from monoblock.untrusted_files import short_repr
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from monoblock.interop.model_folder import ModelFolder
     from monoblock.nn.transformer import Transformer
 
 BLOCKS_PER_PASS = 2**15  # quantization blocks converted at once, to limit memory
@@ -123,9 +122,9 @@ class GgufWeights(Mapping[str, Tensor]):
         return len(self.header.tensors)
 
 
-def read_gguf_config(folder: ModelFolder) -> tuple[Family, ModelConfig]:
+def read_gguf_config(stored: GgufWeights, ignore_fields: Sequence[str]) -> tuple[Family, ModelConfig]:
     """Return the architecture in a GGUF file, and the configuration of its model."""
-    path, header, stored = folder.path, folder.gguf, folder.weights
+    path, header = stored.path, stored.header
     name = header.fields.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         hint = did_you_mean(str(name)[:40], ARCHITECTURES)
@@ -133,7 +132,7 @@ def read_gguf_config(folder: ModelFolder) -> tuple[Family, ModelConfig]:
         raise FileError(f"{path}: the architecture {short_repr(name)} is not one of {known}, which are supported{hint}")
     family = ARCHITECTURES[name]
     try:
-        fields = without_fields(_config_fields(name, header, stored), folder.ignore_fields)
+        fields = without_fields(_config_fields(name, header, stored), ignore_fields)
         tree = family.config_tree(fields, LM_CLASS, harmless=lambda name, value: False)  # attention.causal is false
         return family, family.build_config(tree, tied=_is_tied(stored))
     except (ConfigError, FileError) as error:
@@ -141,11 +140,17 @@ def read_gguf_config(folder: ModelFolder) -> tuple[Family, ModelConfig]:
 
 
 def load_gguf(
-    cls: type[Transformer], folder: ModelFolder, *, dtype: torch.dtype, device: str, mesh: DeviceMesh | None
+    cls: type[Transformer],
+    stored: GgufWeights,
+    ignore_fields: Sequence[str],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    mesh: DeviceMesh | None,
 ) -> Transformer:
     """Load the model in a GGUF file, or the parts of this process."""
-    path, stored = folder.path, folder.weights
-    family, config = read_gguf_config(folder)
+    path = stored.path
+    family, config = read_gguf_config(stored, ignore_fields)
     try:
         model: Transformer = build_on_meta(cls, config, len(stored))
     except (ConfigError, FileError) as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,6 @@ from monoblock.untrusted_files import short_repr
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from monoblock.interop.model_folder import ModelFolder
     from monoblock.nn.transformer import Transformer
 
 
@@ -137,20 +137,26 @@ def _has_rule(rules: Sequence[Rule], name: str) -> bool:
 
 
 def load_hf(
-    cls: type[Transformer], folder: ModelFolder, *, dtype: torch.dtype, device: str, mesh: DeviceMesh | None
+    cls: type[Transformer],
+    path: Path,
+    fields: Mapping[str, Any],
+    weights: SafetensorsWeights,
+    ignore_fields: Sequence[str],
+    **options: Any,
 ) -> Transformer:
-    """Load the model of a Hugging Face folder, or the parts of this process."""
+    """Load the model of a Hugging Face folder, or the parts of this process; errors name the folder `path`."""
     try:
-        return _load(cls, without_fields(folder.fields, folder.ignore_fields), folder.weights, dtype, device, mesh)
+        return _load(cls, without_fields(fields, ignore_fields), weights, **options)
     except (ConfigError, FileError) as error:
-        message, path = str(error), str(folder.path)
-        raise FileError(message if message.startswith(path) else f"{path}: {message}") from None
+        message = str(error)
+        raise FileError(message if message.startswith(str(path)) else f"{path}: {message}") from None
 
 
 def _load(
     cls: type[Transformer],
     fields: Mapping[str, Any],
     weights: SafetensorsWeights,
+    *,
     dtype: torch.dtype,
     device: str,
     mesh: DeviceMesh | None,
