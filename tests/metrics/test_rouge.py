@@ -5,7 +5,7 @@ import random
 import pytest
 
 from monoblock.errors import InputError
-from monoblock.metrics.rouge import rouge
+from monoblock.metrics.text import rouge
 
 METRICS = ["rouge1", "rouge2", "rougeL"]
 UNUSUAL_TEXTS = [

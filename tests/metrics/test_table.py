@@ -6,7 +6,6 @@ import pytest
 from generated_pages import build_recipes_page
 
 from monoblock.errors import InputError
-from monoblock.metrics.rouge import ROUGE_METRICS
 from monoblock.metrics.table import (
     METRICS,
     ROWS,
@@ -18,7 +17,7 @@ from monoblock.metrics.table import (
     is_better,
     is_fraction,
 )
-from monoblock.metrics.text import TRANSLATION_METRICS
+from monoblock.metrics.text import ROUGE_METRICS, TRANSLATION_METRICS
 from monoblock.tasks.table import TASKS
 
 

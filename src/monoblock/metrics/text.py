@@ -1,4 +1,4 @@
-"""Metrics of generated text: BLEU and chrF (computed by sacreBLEU), character error rate, accuracy and perplexity.
+"""Metrics of generated text: BLEU and chrF (by sacreBLEU), character error rate, accuracy, ROUGE and perplexity.
 
     score = bleu(["the cat sat"], [["the cat sat"]], lowercase=True)     # a list of references for each text
     score.value, score.signature
@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from monoblock.errors import ConfigError, InputError
 
+NON_ALPHANUMERIC = re.compile(r"[^a-z0-9]+")
 References = Sequence[Sequence[str]]  # for each text one or more accepted references
 
 
@@ -39,12 +43,16 @@ def _reference_streams(hypotheses: Sequence[str], references: References) -> lis
 
     None stands for a missing reference.
     """
+    _check_references(hypotheses, references)
+    return [list(stream) for stream in itertools.zip_longest(*references)]
+
+
+def _check_references(hypotheses: Sequence[str], references: References) -> None:
     if len(hypotheses) != len(references) or not hypotheses or not all(references):
         raise InputError(
             f"there are {len(hypotheses)} texts and {len(references)} lists of references; give at least one text, "
             "and for each text a list of one or more references"
         )
-    return [list(stream) for stream in itertools.zip_longest(*references)]
 
 
 def bleu(hypotheses: Sequence[str], references: References, *, lowercase: bool = False, tokenize: str = "13a") -> Score:
@@ -103,7 +111,7 @@ def cer(hypotheses: Sequence[str], references: References) -> float:
 
     It is the number of edits from each text to its nearest reference, divided by the characters of these references.
     """
-    _reference_streams(hypotheses, references)
+    _check_references(hypotheses, references)
     errors = total = 0
     for text, accepted in zip(hypotheses, references, strict=True):
         # If several references are equally near, take the longest, so that their order does not matter.
@@ -122,6 +130,67 @@ def accuracy(hypotheses: Sequence[Sequence[str]], references: References, k: int
     pairs = zip(hypotheses, references, strict=True)
     correct = sum(not set(candidates[:k]).isdisjoint(accepted) for candidates, accepted in pairs)
     return correct / len(hypotheses)
+
+
+# -- ROUGE -------------------------------------------------------------------------------------------------------------
+
+
+def split_words(text: str) -> list[str]:
+    return [word for word in NON_ALPHANUMERIC.split(text.lower()) if word]
+
+
+def rouge_n(hypothesis: Sequence[str], reference: Sequence[str], n: int) -> float:
+    """Compute the F1 of the n-grams that two texts share; a repeated n-gram counts as often as it occurs in both."""
+    predicted, expected = _ngrams(hypothesis, n), _ngrams(reference, n)
+    return _f1((predicted & expected).total(), predicted.total(), expected.total())
+
+
+def rouge_l(hypothesis: Sequence[str], reference: Sequence[str]) -> float:
+    """Compute the F1 of the longest common subsequence of words."""
+    return _f1(_lcs_length(hypothesis, reference), len(hypothesis), len(reference))
+
+
+ROUGE_METRICS: dict[str, Callable[[Sequence[str], Sequence[str]], float]] = {
+    "rouge1": partial(rouge_n, n=1),
+    "rouge2": partial(rouge_n, n=2),
+    "rougeL": rouge_l,
+}
+
+
+def rouge(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Compute ROUGE-1, ROUGE-2 and ROUGE-L of texts (Lin 2004): F1 in percent, the mean over texts.
+
+    They measure how many words and bigrams, and how long a subsequence, a text has in common with the best of its
+    references. Texts are lowercased and split at everything but a-z and 0-9, without stemming.
+    """
+    _check_references(hypotheses, references)
+    pairs = [
+        (split_words(text), [split_words(reference) for reference in accepted])
+        for text, accepted in zip(hypotheses, references, strict=True)
+    ]
+    return {
+        name: 100 * sum(max(metric(text, reference) for reference in accepted) for text, accepted in pairs) / len(pairs)
+        for name, metric in ROUGE_METRICS.items()
+    }
+
+
+def _ngrams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(words[start : start + n]) for start in range(len(words) - n + 1))
+
+
+def _f1(overlap: int, predicted: int, expected: int) -> float:
+    return 2 * overlap / (predicted + expected) if predicted and expected else 0.0
+
+
+def _lcs_length(a: Sequence[str], b: Sequence[str]) -> int:
+    """Compute the length of the longest common subsequence by dynamic programming."""
+    previous = [0] * (len(b) + 1)
+    for word in a:
+        row = [0]
+        for column, other in enumerate(b, 1):
+            row.append(previous[column - 1] + 1 if word == other else max(previous[column], row[-1]))
+        previous = row
+    return previous[-1]
 
 
 # -- language models --------------------------------------------------------------------------------------------------

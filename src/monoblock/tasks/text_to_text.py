@@ -21,9 +21,8 @@ from monoblock.data.corpora.load import Corpus, Split, infer_corpus_kind, load_c
 from monoblock.data.readers.holdout import Holdout, SplitMethod
 from monoblock.data.readers.records import CorpusKind, LabelledText, Pair, Question
 from monoblock.errors import ConfigError, did_you_mean
-from monoblock.metrics.rouge import rouge
 from monoblock.metrics.squad import score_answers
-from monoblock.metrics.text import accuracy
+from monoblock.metrics.text import accuracy, rouge
 from monoblock.recipes.schema import DataSection, Recipe
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.pairs import Seq2SeqSection, collect_references, prepare_pairs, prepare_splits

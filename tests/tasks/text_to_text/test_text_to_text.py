@@ -16,7 +16,7 @@ from monoblock.data.corpora.table import CORPORA, CorpusSpec
 from monoblock.data.readers.records import LabelledText, Pair, Question
 from monoblock.data.readers.squad import to_squad_json
 from monoblock.errors import ConfigError, FileError
-from monoblock.metrics.rouge import rouge
+from monoblock.metrics.text import rouge
 from monoblock.recipes.schema import DataSection
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import parse_recipe, read_recipe
