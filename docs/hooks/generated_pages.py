@@ -1,4 +1,4 @@
-"""Write the pages docs/cli.md, recipes.md, config.md and experiments.md from the code; scripts/docs runs this file.
+"""Write docs/cli.md, recipes.md, config.md, experiments.md and a picture from the code; scripts/docs runs this file.
 
 With --check nothing is written, and the exit code is 1 if a page is not what the code generates.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import click
+from architecture_picture import build_architecture_picture
 
 from monoblock.cli.ls import LISTINGS, NO_DEFAULT, format_toml
 from monoblock.cli.main import VERBS, cli
@@ -517,6 +518,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "recipes.md": build_recipes_page,
     "config.md": build_config_page,
     "experiments.md": build_experiments_page,
+    "pictures/architecture.svg": build_architecture_picture,
 }
 
 
@@ -541,7 +543,9 @@ def main(arguments: Sequence[str]) -> int:
         if "--check" in options:
             print(f"error: docs/{name} is not what the code generates; run scripts/docs", file=sys.stderr)
         else:
-            (Path(folder) / name).write_text(PAGES[name](), encoding="utf-8")
+            path = Path(folder) / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(PAGES[name](), encoding="utf-8")
             print(f"wrote docs/{name}", file=sys.stderr)
     return int(bool(stale) and "--check" in options)
 
