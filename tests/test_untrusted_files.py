@@ -159,12 +159,12 @@ def test_labels_that_are_no_list_are_refused(content, tmp_path):
 SCALER = torch.amp.GradScaler("cpu").state_dict()
 METADATA = {
     "tokens": 1,
-    "parts": 1,
-    "guard": dict.fromkeys(("mean", "good", "bad_in_a_row", "good_in_a_row", "gone_back"), 1),
+    "micro_batches": 1,
+    "guard": dict.fromkeys(("mean", "good", "bad_in_a_row", "good_in_a_row", "rollbacks"), 1),
     "best": {"step": 1, "loss": 0.5},
     "last_good": None,
     "identity": {},
-    "circumstances": {},
+    "environment": {},
     "scaler": {},
 }
 HUGE = 10**400  # beyond any float
@@ -177,7 +177,7 @@ HUGE = 10**400  # beyond any float
         *({"guard": value} for value in ([], {}, METADATA["guard"] | {"mean": HUGE}, METADATA["guard"] | {"mean": -1})),
         *({"best": value} for value in (None, {"step": 1}, {"step": "x", "loss": 1}, {"step": 1, "loss": HUGE})),
         *({"scaler": value} for value in (None, {"scale": 1.0}, SCALER | {"scale": "x"}, SCALER | {"scale": HUGE})),
-        *({"last_good": 1.5}, {"parts": 0}, {"identity": []}, {"circumstances": None}),
+        *({"last_good": 1.5}, {"micro_batches": 0}, {"identity": []}, {"environment": None}),
     ],
 )
 def test_an_edited_state_of_a_checkpoint_is_refused(change, tmp_path):

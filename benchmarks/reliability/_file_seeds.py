@@ -210,9 +210,9 @@ def write_seeds(root: Path, variant: int) -> list[Seed]:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (add("recipe", "recipe.toml", "recipe") / "recipe.toml").write_text(RECIPE)
     folder = add("checkpoint", "step-5/state.json step-5/model.safetensors step-5/manifest.json latest", "checkpoint")
-    guard = dict.fromkeys(("mean", "good", "bad_in_a_row", "good_in_a_row", "gone_back"), 1)
-    metadata = {"tokens": 100, "parts": 1, "guard": guard, "best": {"step": 5, "loss": 1.5}, "last_good": 5}
-    metadata |= {"identity": {}, "circumstances": {}, "scaler": {}}
+    guard = dict.fromkeys(("mean", "good", "bad_in_a_row", "good_in_a_row", "rollbacks"), 1)
+    metadata = {"tokens": 100, "micro_batches": 1, "guard": guard, "best": {"step": 5, "loss": 1.5}, "last_good": 5}
+    metadata |= {"identity": {}, "environment": {}, "scaler": {}}
     checkpoint.save(folder, checkpoint.Checkpoint(5, {"model": {"w": torch.randn(3, 4)}}, metadata))
     folder = add("pickle", "model.pt", "pickle", True)
     torch.save({"weight": torch.randn(3, 4), "bias": torch.zeros(3)}, folder / "model.pt")

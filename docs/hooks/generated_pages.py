@@ -36,8 +36,7 @@ from monoblock.experiments.frame.rules import Rule, Verdict
 from monoblock.experiments.names import EXPERIMENTS, load_experiment
 from monoblock.interop.huggingface.load import FAMILIES as PUBLISHED_FAMILIES
 from monoblock.metrics.table import METRICS
-from monoblock.recipes.key_table import SectionDescription, list_sections
-from monoblock.recipes.schema import FAMILIES
+from monoblock.recipes.schema import FAMILIES, SectionDescription, list_sections
 from monoblock.tasks.table import TASKS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -13,9 +13,11 @@ from monoblock.training.collate import (
     collate_seq2seq,
     collate_span_corruption,
     collate_token_classification,
+    corrupt_spans,
+    mask_tokens,
+    sample_generator,
     select_target_positions,
 )
-from monoblock.training.corruption import corrupt_spans, mask_tokens, sample_generator
 
 VOCAB, MASK = 997, 4
 SPECIALS = frozenset(range(7))

@@ -18,7 +18,7 @@ from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, FileError
 from monoblock.model import Transformer
 from monoblock.training import checkpoint, optimizer
-from monoblock.training.muon import Muon, orthogonalize
+from monoblock.training.optimizer import Muon, orthogonalize
 from monoblock.training.resume_state import (
     describe_differences,
     environment,

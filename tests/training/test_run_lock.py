@@ -22,10 +22,10 @@ from training_support import (
 
 import monoblock as mb
 from monoblock.errors import FileError
-from monoblock.training import run_lock
+from monoblock.runs import run_folder
+from monoblock.runs.run_folder import LOCK_FILE, lock_run_folder
 from monoblock.training.events import StepEvent
 from monoblock.training.interrupt import stop_on_interrupt
-from monoblock.training.run_lock import LOCK_FILE, lock_run_folder
 
 GONE = 2**22 + 1  # larger than every process id of Linux
 
@@ -33,7 +33,7 @@ GONE = 2**22 + 1  # larger than every process id of Linux
 @pytest.fixture(params=["flock", "no flock"])
 def system(request, monkeypatch):
     if request.param == "no flock":
-        monkeypatch.setattr(run_lock, "fcntl", None)
+        monkeypatch.setattr(run_folder, "fcntl", None)
 
 
 def start_python(script, *words):
@@ -87,7 +87,7 @@ def test_a_run_to_resume_is_not_created_and_other_ranks_do_not_lock(tmp_path):
 )
 def test_a_stale_lock_is_recognized(system, tmp_path, change):
     """Of a process that is gone, of another process with its number, of another host, or of before the last boot."""
-    (tmp_path / LOCK_FILE).write_text(json.dumps(run_lock._this_process() | change))
+    (tmp_path / LOCK_FILE).write_text(json.dumps(run_folder._this_process() | change))
     with lock_run_folder(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
 
@@ -112,7 +112,7 @@ def test_a_killed_process_holds_no_lock_even_if_its_workers_live_on(tmp_path):
     script = """
 import os, sys, time
 from pathlib import Path
-from monoblock.training.run_lock import lock_run_folder
+from monoblock.runs.run_folder import lock_run_folder
 with lock_run_folder(Path(sys.argv[1])):
     if not os.fork():
         print(os.getpid(), flush=True)

@@ -22,15 +22,17 @@ from monoblock.model import Transformer
 from monoblock.recipes.parse import check_parallel
 from monoblock.runs.recipe import read_recipe
 from monoblock.training.collate import (
+    NUM_FILL,
     SpecialTokenIds,
     TensorBatch,
     collate_classification,
     collate_masked_lm,
     collate_seq2seq,
     collate_token_classification,
+    remove_padding,
+    round_size,
 )
 from monoblock.training.loss import CrossEntropyLoss
-from monoblock.training.unpad import NUM_FILL, remove_padding, round_size
 
 SPECIAL = SpecialTokenIds(pad_id=0, bos_id=1, eos_id=2, mask_id=3, unmaskable_ids=frozenset(range(4)), vocab_size=61)
 CPU = torch.device("cpu")

@@ -98,3 +98,24 @@ def test_only_optimizers_that_can_leave_out_an_update_are_deferred(kind: str) ->
     optimizers = build_optimizers(model, kind)
     updater = Updater(model, optimizers, UpdateGuard(), torch.amp.GradScaler("cpu", enabled=False), can_wait=True)
     assert (updater.device_guard is not None) == (kind != "muon")
+
+
+def test_losses_of_several_processes_are_summed_once_for_all_steps_of_a_report() -> None:
+    model, updater = build(False)
+    sums: list[tuple[float, ...]] = []
+
+    def sum_losses(*losses: float) -> list[float]:
+        sums.append(losses)
+        return [2 * loss for loss in losses]
+
+    updater.sum_losses = sum_losses
+    for step in (1, 2, 3):
+        loss = model(torch.ones(2, 6)).square().mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        updater.run(Update(step, step, 1e-2, 0.0, SimpleNamespace(), True, loss.detach(), norm))
+        assert not sums, "no exchange in a step that reports nothing"
+    reported = list(updater.read())
+    assert [update.step for update in reported] == [1, 2, 3]
+    assert len(sums) == 1
+    assert [update.loss for update in reported] == [2 * loss for loss in sums[0]]

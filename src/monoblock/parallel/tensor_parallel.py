@@ -7,8 +7,14 @@ attention      query, key, value by heads; output by the heads it reads
 feed-forward   up and gate by hidden units; down by the units it reads; experts likewise, each process a part of all
 vocabulary     the token embedding and the output matrix by tokens, whether tied or not, and the loss with them
 
-Everything else is computed by every process: norms, residuals, the router, and what cannot be divided evenly (see also
-parallel/tensor_parallel.py). A weight that is split is a DTensor; a process computes with its local part.
+Everything else is computed by every process: norms, residuals, the router, and what cannot be divided evenly. A weight
+that is split is a DTensor; a process computes with its local part.
+
+Norms, residual connections and dropout treat every position alone, so with parallel.sequence each process computes them
+for some positions only, and stores the activations of these only (Korthikanti et al. 2022). Before attention and
+feed-forward layers, the processes gather all positions; after them, the sum of their parts is scattered. Together this
+sends as much as the all-reduce of tensor parallelism alone. Positions are divided only while gradients are computed;
+their number is padded to a multiple of the number of processes.
 """
 
 from __future__ import annotations
@@ -50,7 +56,7 @@ def check_splittable(model: nn.Module) -> None:
 def split_model(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> list[str]:
     """Split the weights of a Transformer in place; return a sentence for each part that is not split.
 
-    sequence: also divide the positions of norms, residual connections and dropout (parallel/tensor_parallel.py).
+    sequence: also divide the positions of norms, residual connections and dropout.
     """
     check_splittable(model)
     assert isinstance(model, Transformer)

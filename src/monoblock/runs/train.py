@@ -44,7 +44,13 @@ from monoblock.runs.build_data import (
 from monoblock.runs.progress import TrainingProgress, train_to_end
 from monoblock.runs.recipe import build_model_config, parse_recipe, read_recipe, task_of_recipe
 from monoblock.runs.run import Run
-from monoblock.runs.run_folder import CHECKPOINTS_FOLDER, check_run_folder, run_identity, write_initial_files
+from monoblock.runs.run_folder import (
+    CHECKPOINTS_FOLDER,
+    check_run_folder,
+    lock_run_folder,
+    run_identity,
+    write_initial_files,
+)
 from monoblock.runs.trainable import prepare_trainable, resolve_steps
 from monoblock.runs.warm_start import WarmStart, copy_weights, load_warm_start
 from monoblock.tasks.task import Task
@@ -58,7 +64,6 @@ from monoblock.training.interrupt import stop_on_interrupt
 from monoblock.training.loss import AdversarialLoss, CrossEntropyLoss, FunctionLoss, Loss
 from monoblock.training.optimizer import Optimizers, build_optimizers
 from monoblock.training.resume_state import seed_generators
-from monoblock.training.run_lock import lock_run_folder
 from monoblock.training.runtime import RuntimeConfig, check_device, choose_runtime
 from monoblock.training.schedule import learning_rate
 from monoblock.training.trainer import Trainer, TrainingArguments

@@ -62,7 +62,7 @@ class TaggedAugmenter:
         self.mask_id = tokenizer.mask_id if tokenizer.mask_id is not None else words.fallback_ids[0]
 
     def __call__(self, index: int, epoch: int) -> tuple[TaggedSentence, EncodedWords]:
-        from monoblock.training.corruption import sample_generator
+        from monoblock.training.collate import sample_generator
 
         rng = sample_generator(self.seed, epoch, index)
         count = int(rng.integers(1, self.section.join_rows + 1)) if self.section.join_rows > 1 else 1

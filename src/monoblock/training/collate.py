@@ -1,7 +1,8 @@
 """Collate samples into model inputs and labels, one function for each objective.
 
 Each function returns a dict with the keyword arguments of the model, and the labels. Labels are IGNORE_INDEX at
-positions that do not count in the loss.
+positions that do not count in the loss. Masked language modelling masks tokens, span corruption replaces spans by
+sentinels, and with data.padding="none" the texts of a batch become one row, one after the other.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monoblock.data.batching.encode import IGNORE_INDEX
-from monoblock.training.corruption import corrupt_spans, mask_tokens, sample_generator
-from monoblock.training.unpad import remove_padding
+from monoblock.nn.packed_documents import PackedDocuments
 
 Ids = NDArray[np.int64]
 
@@ -256,3 +256,164 @@ def _collate_ids(samples: Sequence[dict[str, Any]], special: SpecialTokenIds) ->
     if "segments" in samples[0]:
         inputs["segments"] = pad_rows([sample["segments"] for sample in samples], 0)
     return inputs
+
+
+def sample_generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
+    """Return the random generator of one sample in one epoch."""
+    # NumPy would convert a plain list with a large seed to float and lose its lower bits.
+    key = np.array([seed & (2**64 - 1), (epoch << 40) ^ sample], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+def mask_tokens(
+    ids: Ids, rng: np.random.Generator, *, mask_id: int, vocab: int, special: frozenset[int], rate: float = 0.15
+) -> tuple[Ids, Ids]:
+    """Mask a random selection of tokens (Devlin et al. 2019); return the masked ids and the labels.
+
+    The fraction `rate` of the tokens is selected, at least one, but never a token in `special`. Of the selected tokens,
+    80 % become the mask token, 10 % a random token, and 10 % stay. The labels are the original ids of the selected
+    tokens, and IGNORE_INDEX elsewhere.
+    """
+    eligible = np.flatnonzero(~np.isin(ids, list(special)))
+    count = min(len(eligible), max(1, round(rate * len(eligible))))
+    chosen = rng.permutation(eligible)[:count]
+    labels = np.full_like(ids, IGNORE_INDEX)
+    labels[chosen] = ids[chosen]
+    masked = ids.copy()
+    draws = rng.random(count)
+    masked[chosen[draws < 0.8]] = mask_id
+    swapped = chosen[(draws >= 0.8) & (draws < 0.9)]
+    masked[swapped] = rng.integers(0, vocab, len(swapped))
+    return masked, labels
+
+
+def corrupt_spans(
+    ids: Ids,
+    rng: np.random.Generator,
+    *,
+    sentinels: list[int],
+    eos: int | None = None,
+    rate: float = 0.15,
+    mean: float = 3.0,
+) -> tuple[Ids, Ids]:
+    """Return a source with random spans replaced by sentinels, and a target of these spans (Raffel et al. 2020).
+
+    The target has each sentinel followed by the span it replaces, and one more sentinel at the end. Together, the spans
+    have the fraction `rate` of all tokens; a span has `mean` tokens on average.
+    """
+    length = len(ids)
+    num_noise = min(max(1, round(rate * length)), max(1, length - 1))
+    num_spans = min(max(1, round(num_noise / mean)), num_noise, max(1, length - num_noise), len(sentinels) - 1)
+    noise_lengths = _random_partition(num_noise, num_spans, rng)
+    kept_lengths = _random_partition(length - num_noise, num_spans, rng)
+    source: list[int] = []
+    target: list[int] = []
+    position = 0
+    for sentinel, kept, noise in zip(sentinels, kept_lengths, noise_lengths, strict=False):
+        source += [*ids[position : position + kept].tolist(), sentinel]
+        position += kept
+        target += [sentinel, *ids[position : position + noise].tolist()]
+        position += noise
+    source += ids[position:].tolist()
+    target.append(sentinels[num_spans])
+    if eos is not None:
+        source.append(eos)
+        target.append(eos)
+    return np.array(source, dtype=np.int64), np.array(target, dtype=np.int64)
+
+
+def _random_partition(total: int, parts: int, rng: np.random.Generator) -> list[int]:
+    """Return `parts` random positive integers with the sum `total`; if `total` < `parts`, the last ones are 0."""
+    if total < parts:
+        return [1] * total + [0] * (parts - total)
+    bounds = np.sort(rng.permutation(total - 1)[: parts - 1]) + 1
+    return np.diff(np.concatenate(([0], bounds, [total]))).tolist()
+
+
+SIZES_PER_DOUBLING = 16  # how many different sizes there are from one power of two to the next
+NUM_FILL = 8  # documents that fill a row; none is empty, because a query of the target must see a key of the source
+LENGTH_MULTIPLE = {"cuda": 64}  # of the longest document; 8 on other devices
+
+
+def round_size(size: int, max_multiple: int = 256) -> int:
+    """Round a number of tokens up to one of few sizes, multiples of 8 to `max_multiple`, at most 1/16 larger."""
+    largest_power = 1 << max(size, 1).bit_length() - 1
+    multiple = min(max(largest_power // SIZES_PER_DOUBLING, 8), max_multiple)
+    return -(-size // multiple) * multiple
+
+
+def remove_padding(
+    inputs: dict[str, Tensor], labels: Tensor, device_type: str = "cpu"
+) -> tuple[dict[str, Any], Tensor]:
+    """Return the inputs and labels of a batch whose rows are padded on the right, without this padding.
+
+    The inputs are those of `collate_seq2seq`, `collate_masked_lm`, `collate_classification` or
+    `collate_token_classification`. The labels that count in the loss are the same.
+    """
+    mask = inputs.get("source_mask", inputs.get("attention_mask"))
+    lengths = {"source": _source_lengths(inputs["source"], mask)}
+    if "target" in inputs:
+        lengths["target"] = _target_lengths(labels)
+    packed = _pack(lengths, LENGTH_MULTIPLE.get(device_type, 8))
+    names = {"source": "documents"} if "target" not in inputs else {side: f"{side}_documents" for side in lengths}
+    unpadded: dict[str, Any] = {names[side]: documents for side, documents in packed.items()}
+    for name in ("source", "target", "segments"):
+        if name in inputs:
+            side = "target" if name == "target" else "source"
+            unpadded[name] = _flatten(inputs[name], lengths[side], packed[side], fill=0)
+    if "logits_at" in inputs:
+        unpadded["logits_at"], labels = _select(inputs["logits_at"], labels, packed["source"])
+    elif labels.dim() == 1:
+        missing = packed["source"].num_documents() - len(labels)
+        labels = torch.nn.functional.pad(labels, (0, missing), value=IGNORE_INDEX)
+    else:
+        side = "target" if "target" in inputs else "source"
+        labels = _flatten(labels, lengths[side], packed[side], fill=IGNORE_INDEX)
+    return unpadded, labels
+
+
+def _source_lengths(source: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.full((len(source),), source.shape[1]) if mask is None else mask.sum(1)
+
+
+def _target_lengths(labels: Tensor) -> Tensor:
+    """Return how many tokens of each target are needed: those up to the last label that counts."""
+    return ((labels != IGNORE_INDEX) * torch.arange(1, labels.shape[1] + 1)).amax(1)
+
+
+def _pack(lengths: dict[str, Tensor], multiple: int) -> dict[str, PackedDocuments]:
+    """Return the documents of each side: texts, NUM_FILL documents that fill the row, and empty documents.
+
+    With the empty ones, the number of documents is a multiple of 8. No document is longer than the longest text,
+    whose length is rounded up to `multiple`.
+    """
+    num_texts = len(next(iter(lengths.values())))
+    empty = [0] * (-num_texts % 8)
+    packed = {}
+    for side, counts in lengths.items():
+        longest, total = max(1, -(-int(counts.max()) // multiple)) * multiple, int(counts.sum())
+        fill = round_size(total + NUM_FILL, max_multiple=4 * longest) - total  # NUM_FILL to NUM_FILL · longest
+        filling = [fill // NUM_FILL + (number < fill % NUM_FILL) for number in range(NUM_FILL)]
+        packed[side] = PackedDocuments.from_lengths([*counts.tolist(), *filling, *empty], longest)
+    return packed
+
+
+def _flatten(rows: Tensor, lengths: Tensor, documents: PackedDocuments, fill: int) -> Tensor:
+    """Return the first `lengths` tokens of rows (B, T) one after the other, as (1, tokens)."""
+    flat = torch.full_like(documents.numbers, fill)
+    tokens = rows[torch.arange(rows.shape[1]) < lengths[:, None]]
+    flat[0, : len(tokens)] = tokens
+    return flat
+
+
+def _select(positions: Tensor, labels: Tensor, documents: PackedDocuments) -> tuple[Tensor, Tensor]:
+    """Return the positions (1, N) of the targets in the packed row, and their labels; both are (B, n) before."""
+    is_target = labels != IGNORE_INDEX
+    index = (positions + documents.offsets[: len(positions), None])[is_target]
+    last_token = documents.numbers.shape[1] - 1
+    size = round_size(max(len(index), 1))
+    logits_at = torch.full((1, size), last_token)
+    logits_at[0, : len(index)] = index
+    selected = torch.full((1, size), IGNORE_INDEX)
+    selected[0, : len(index)] = labels[is_target]
+    return logits_at, selected

@@ -20,7 +20,7 @@ from monoblock.training.collate import TensorBatch
 from monoblock.training.optimizer import Optimizers
 from monoblock.training.weight_averaging import ExponentialMovingAverage
 
-STATE_FIELDS = ("mean", "good", "bad_in_a_row", "good_in_a_row", "gone_back")
+STATE_FIELDS = ("mean", "good", "bad_in_a_row", "good_in_a_row", "rollbacks")
 
 
 @dataclass
@@ -42,7 +42,7 @@ class UpdateGuard:
     good: int = 0
     bad_in_a_row: int = 0
     good_in_a_row: int = 0
-    gone_back: int = 0  # rollbacks since there were `patience` good updates in a row
+    rollbacks: int = 0  # since there were `patience` good updates in a row
 
     def rejection_reason(self, loss: float, grad_norm: float) -> str | None:
         """Return why an update must not be applied, or None if it may be applied."""
@@ -59,7 +59,7 @@ class UpdateGuard:
         self.bad_in_a_row = 0
         self.good_in_a_row += 1
         if self.good_in_a_row >= self.patience:
-            self.gone_back = 0
+            self.rollbacks = 0
         self.good += 1
         # At first a plain mean, later an exponential one.
         self.mean += max(self.MIN_WEIGHT, 1 / self.good) * (grad_norm - self.mean)
@@ -75,11 +75,11 @@ class UpdateGuard:
 
     def record_rollback(self, previous_rollbacks: int) -> None:
         """Set the number of rollbacks to previous_rollbacks + 1; restoring the checkpoint has reset it."""
-        self.gone_back, self.good_in_a_row = previous_rollbacks + 1, 0
+        self.rollbacks, self.good_in_a_row = previous_rollbacks + 1, 0
 
     @property
     def is_exhausted(self) -> bool:
-        return self.gone_back >= self.max_rollbacks
+        return self.rollbacks >= self.max_rollbacks
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in STATE_FIELDS}
@@ -228,6 +228,7 @@ class Updater:
         self.last_end = now
         for update, loss in zip(updates, losses, strict=True):
             update.loss, update.seconds = loss, (now - start) / len(updates)
+            update.is_fp16_overflow &= math.isfinite(loss)  # in all processes
             if not update.is_decided:
                 self._decide(update)
             elif update.reason not in (None, NO_TARGETS) and not math.isfinite(loss):

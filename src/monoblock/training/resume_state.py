@@ -8,7 +8,6 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -132,65 +131,58 @@ class Carried(Protocol):
         """Return whether stored tensors can be those of a training of `model`."""
 
 
-@dataclass(frozen=True)
-class ResumeTarget:
-    """What a checkpoint is loaded into: a model, its optimizers, and a moving average if there is one."""
+def load_state(
+    path: Path,
+    model: nn.Module,
+    optimizers: Optimizers,
+    average: Mapping[str, Tensor],
+    scaler: torch.amp.GradScaler,
+    *,
+    whole: bool,
+    trainable_only: bool = False,
+    elsewhere: Collection[str] = (),
+    carried: Carried | None = None,
+) -> checkpoint.Checkpoint:
+    """Load a checkpoint into a model, its optimizers and its average; return what it has besides them.
 
-    model: nn.Module
-    optimizers: Optimizers
-    average: Mapping[str, Tensor]
-    scaler: torch.amp.GradScaler
-    trainable_only: bool = False  # the checkpoint has no frozen weights
-    elsewhere: Collection[str] = ()  # names of weights of which this process has no part
-    carried: Carried | None = None
+    A hash shows damage, not intent: all of it is checked before any of it is used, so that no crafted checkpoint can
+    make a kernel read or write outside its tensors.
 
-    def load(self, path: Path, *, whole: bool) -> checkpoint.Checkpoint:
-        """Load a checkpoint, of each tensor the part that this process stores; return what it has besides them.
-
-        A hash shows damage, not intent: all of it is checked before any of it is used, so that no crafted checkpoint
-        can make a kernel read or write outside its tensors.
-
-        whole: whether this process stores all tensors whole.
-        """
-        index, rest = sharded_checkpoint.read_index(path), sharded_checkpoint.load_rest(path)
-        model = model_tensors(self.model, trainable_only=self.trainable_only)
-        self._check(path, index, rest, model)
-        if whole:
-            groups = sharded_checkpoint.load(path).tensors
-            self.model.load_state_dict(dict(groups["model"]), strict=not self.trainable_only)
-            for name, tensor in self.average.items():
-                tensor.copy_(groups["average"][name])
-            optimizer = groups.get("optimizer", {})
+    whole: whether this process stores all tensors whole, and not only its part of each.
+    trainable_only: the checkpoint has no frozen weights.
+    elsewhere: the names of weights of which this process has no part.
+    carried: what the loss keeps from batch to batch.
+    """
+    index, rest = sharded_checkpoint.read_index(path), sharded_checkpoint.load_rest(path)
+    weights = model_tensors(model, trainable_only=trainable_only)
+    expected = {f"model/{name}": _spec(tensor) for name, tensor in weights.items()}
+    expected |= {f"average/{name}": _spec(tensor) for name, tensor in average.items()}
+    expected |= _expected_optimizer(model, optimizers, index)
+    is_other = lambda name: bool(elsewhere) or name.split("/")[0] not in sharded_checkpoint.SHARED_GROUPS
+    sharded_checkpoint.check_tensors(path, index, expected, is_other)
+    for name, tensors in rest.tensors.items():
+        if name == "carried":
+            if carried is None or not carried.fits(model, tensors):
+                raise FileError(f"{path} has carried states of another model; {ADVICE}")
+        elif RNG_NAME.fullmatch(name):
+            check_rng(tensors, path / name)
         else:
-            optimizer = empty_optimizer_tensors(self.model, index, self.elsewhere)
-            sharded_checkpoint.load_into(path, index, {"model": model, "optimizer": optimizer, "average": self.average})
-        restore_optimizer(self.model, self.optimizers, optimizer)
-        if self.carried is not None:
-            self.carried.tensors = {name: tensor.clone() for name, tensor in rest.tensors.get("carried", {}).items()}
-        return rest
+            raise FileError(f"{path} has tensors {name!r}, which no run has; {ADVICE}")
+    check_metadata(rest.metadata, scaler.state_dict())
 
-    def _check(
-        self,
-        path: Path,
-        index: Mapping[str, StoredTensor],
-        rest: checkpoint.Checkpoint,
-        model: Mapping[str, Tensor],
-    ) -> None:
-        expected = {f"model/{name}": _spec(tensor) for name, tensor in model.items()}
-        expected |= {f"average/{name}": _spec(tensor) for name, tensor in self.average.items()}
-        expected |= _expected_optimizer(self.model, self.optimizers, index)
-        has_all, shared = not self.elsewhere, sharded_checkpoint.SHARED_GROUPS
-        is_other = lambda name: not has_all or name.split("/")[0] not in shared
-        sharded_checkpoint.check_tensors(path, index, expected, is_other)
-        for name, tensors in rest.tensors.items():
-            if name == "carried":
-                if self.carried is None or not self.carried.fits(self.model, tensors):
-                    raise FileError(f"{path} has carried states of another model; {ADVICE}")
-            elif RNG_NAME.fullmatch(name):
-                check_rng(tensors, path / name)
-            else:
-                raise FileError(f"{path} has tensors {name!r}, which no run has; {ADVICE}")
-        check_metadata(rest.metadata, self.scaler.state_dict())
+    if whole:
+        groups = sharded_checkpoint.load(path).tensors
+        model.load_state_dict(dict(groups["model"]), strict=not trainable_only)
+        for name, tensor in average.items():
+            tensor.copy_(groups["average"][name])
+        states = groups.get("optimizer", {})
+    else:
+        states = empty_optimizer_tensors(model, index, elsewhere)
+        sharded_checkpoint.load_into(path, index, {"model": weights, "optimizer": states, "average": average})
+    restore_optimizer(model, optimizers, states)
+    if carried is not None:
+        carried.tensors = {name: tensor.clone() for name, tensor in rest.tensors.get("carried", {}).items()}
+    return rest
 
 
 def seed_generators(seed: int) -> None:
@@ -271,7 +263,7 @@ def check_metadata(metadata: Mapping[str, Any], scaler: Mapping[str, Any]) -> No
 
     scaler: the state of the gradient scaler of this run; {} if there is none.
     """
-    tables = {name: metadata.get(name) for name in ("best", "guard", "identity", "circumstances", "scaler")}
+    tables = {name: metadata.get(name) for name in ("best", "guard", "identity", "environment", "scaler")}
     missing = [name for name, table in tables.items() if not isinstance(table, dict)]
     best, guard, saved_scaler = (tables[name] or {} for name in ("best", "guard", "scaler"))
     if not missing:
@@ -279,13 +271,13 @@ def check_metadata(metadata: Mapping[str, Any], scaler: Mapping[str, Any]) -> No
         missing += ["scaler"] * (bool(saved_scaler and scaler) and saved_scaler.keys() != scaler.keys())
     if missing:
         raise FileError(f"the {checkpoint.METADATA_FILE} of the checkpoint has no valid {missing[0]!r}; {ADVICE}")
-    counts = {"tokens": metadata.get("tokens"), "parts": metadata.get("parts")}
+    counts = {"tokens": metadata.get("tokens"), "micro_batches": metadata.get("micro_batches")}
     counts |= {f"guard.{name}": guard.get(name) for name in STATE_FIELDS if name != "mean"}
     optional = {"last_good": metadata.get("last_good"), "best.step": best.get("step")}
     counts |= {name: value for name, value in optional.items() if value is not None}
     loss = 0.0 if best.get("loss") is None else best["loss"]
     wrong = [name for name, value in counts.items() if not (type(value) is int and 0 <= value < MAX_COUNT)]
-    wrong += ["parts"] if counts["parts"] == 0 else []
+    wrong += ["micro_batches"] if counts["micro_batches"] == 0 else []
     wrong += ["best.loss"] if not is_number(loss) else []  # which is not finite if the model diverged
     finite: dict[str, Any] = {"guard.mean": guard.get("mean")} | {
         f"scaler.{name}": value for name, value in saved_scaler.items()

@@ -74,14 +74,6 @@ class StagedParts(NamedTuple):
     rest: checkpoint.Checkpoint  # written by the main process
 
 
-def save(folder: Path, state: checkpoint.Checkpoint, world: World, **retention: Any) -> Path:
-    """Write a checkpoint; every process must call this, and writes its part of the weights and optimizer states.
-
-    retention: the arguments of `checkpoint.finish` that say which checkpoints are kept.
-    """
-    return write(folder, stage(state, world), world, **retention)
-
-
 def stage(
     state: checkpoint.Checkpoint, world: World, copy_part: Callable[[str, Tensor], Tensor] | None = None
 ) -> StagedParts:

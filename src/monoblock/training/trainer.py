@@ -103,11 +103,8 @@ class Trainer:
         )
         parts = (self.model, self.optimizers, self.guard, self.scaler, self.average)
         # Optimizers of weights that are split cannot leave out an update on the device.
-        can_wait, sum_losses = (
-            self.runtime.device.type == "cuda" and not self.strategy.is_sharded,
-            self.world.sum_losses,
-        )
-        self.updater = Updater(*parts, can_wait=can_wait, sum_losses=sum_losses)
+        can_wait = self.runtime.device.type == "cuda" and not self.strategy.is_sharded
+        self.updater = Updater(*parts, can_wait=can_wait, sum_losses=self.world.sum_losses)
         self.saver = CheckpointSaver(self.folder, self.strategy, in_background=self.args.save_async)
         self.compute_loss = self._eager_loss
         if self.runtime.compiled:
@@ -315,13 +312,13 @@ class Trainer:
         tensors |= {resume_state.rng_name(int(state.pop("part"))): state for state in rng_states}
         metadata = {
             "tokens": self.tokens,
-            "parts": self.num_micro_batches,
+            "micro_batches": self.num_micro_batches,
             "guard": self.guard.state_dict(),
             "scaler": self.scaler.state_dict(),
             "best": self.best,
             "last_good": self.last_good_step,
             "identity": self.identity,
-            "circumstances": resume_state.environment(self.runtime.device, self.runtime.compiled, self.world.size),
+            "environment": resume_state.environment(self.runtime.device, self.runtime.compiled, self.world.size),
         }
         return checkpoint.Checkpoint(self.step, tensors, metadata)
 
@@ -352,28 +349,33 @@ class Trainer:
             yield WarningEvent(f"resuming from {path.name}, the newest intact checkpoint")
 
     def _restore(self, path: Path) -> Iterator[TrainingEvent]:
-        average = {} if self.average is None else self.average.tensors
-        elsewhere = self.strategy.weights_elsewhere
-        parts = (self.model, self.optimizers, average, self.scaler)
-        carried = getattr(self.loss, "carried", None)
-        target = resume_state.ResumeTarget(*parts, self.save_trainable_only, elsewhere, carried)
-        state = target.load(path, whole=not self.strategy.is_sharded)
+        state = resume_state.load_state(
+            path,
+            self.model,
+            self.optimizers,
+            {} if self.average is None else self.average.tensors,
+            self.scaler,
+            whole=not self.strategy.is_sharded,
+            trainable_only=self.save_trainable_only,
+            elsewhere=self.strategy.weights_elsewhere,
+            carried=getattr(self.loss, "carried", None),
+        )
         metadata = state.metadata
-        self.step, self.tokens, self.num_micro_batches = state.step, metadata["tokens"], metadata["parts"]
+        self.step, self.tokens, self.num_micro_batches = state.step, metadata["tokens"], metadata["micro_batches"]
         self.best, self.last_good_step = metadata["best"], metadata["last_good"]
         self.guard.load_state_dict(metadata["guard"])
         self.updater.discard()
         if self.scaler.is_enabled() and metadata["scaler"]:
             self.scaler.load_state_dict(metadata["scaler"])
         current = resume_state.environment(self.runtime.device, self.runtime.compiled, self.world.size)
-        for difference in resume_state.describe_differences(metadata["circumstances"], current):
+        for difference in resume_state.describe_differences(metadata["environment"], current):
             yield WarningEvent(f"{difference}: the resumed run will not be bit for bit the same")
         resume_state.restore_process_rng(state.tensors, self.world.random_part, state.step)
 
     def _roll_back(self, last: SkippedUpdateEvent) -> Iterator[TrainingEvent]:
         """Restore the last good checkpoint, but continue with the next batches, and not with the bad ones again."""
         yield from self.saver.wait()
-        patience, rollbacks = self.guard.patience, self.guard.gone_back
+        patience, rollbacks = self.guard.patience, self.guard.rollbacks
         step = resume_state.last_good_step(self.folder) if self.world.is_main else None
         target = self.world.broadcast(NO_CHECKPOINT if step is None else step)
         if target == NO_CHECKPOINT:

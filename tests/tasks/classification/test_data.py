@@ -25,7 +25,7 @@ from monoblock.tasks.tag_augmentation import (
     replace_mentions,
 )
 from monoblock.tasks.tokenizer_checks import SubwordSampler
-from monoblock.training.corruption import sample_generator
+from monoblock.training.collate import sample_generator
 
 TEXT = "the king of the north went up and the king of the south came down"
 SPECIALS = ["pad", "cls", "sep", "mask"]

@@ -17,10 +17,10 @@ from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.recipe import read_recipe
+from monoblock.runs.run_folder import lock_run_folder
 from monoblock.runs.train import prepare_run
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.training.events import EvaluationEvent, read_metrics
-from monoblock.training.run_lock import lock_run_folder
 
 CARD_FILE = "README.md"  # the last file that a run writes: if it exists, the run is finished
 CURVE_POINTS = 20  # of the training loss
