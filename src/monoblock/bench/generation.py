@@ -23,7 +23,7 @@ import torch
 from monoblock.accounting.report import account
 from monoblock.errors import MonoblockError
 from monoblock.inference.optimized import optimize
-from monoblock.interop.folder import DTYPE_NAMES
+from monoblock.interop.model_folder import DTYPE_NAMES
 from monoblock.model import Transformer
 
 Progress = Callable[[str], None]

@@ -73,7 +73,7 @@ def _list_tasks() -> list[Record]:
 
 
 def _list_keys() -> list[Record]:
-    from monoblock.recipes.key_table import list_sections
+    from monoblock.recipes.schema import list_sections
     from monoblock.tasks.table import TASKS
 
     rows = []

@@ -13,7 +13,6 @@ from monoblock.cli.output import echo, print_json, suggest_next
 from monoblock.metrics.table import format_metric
 from monoblock.runs.progress import TrainingProgress, train_to_end
 from monoblock.training.interrupt import stop_on_interrupt
-from monoblock.training.run_lock import lock_run_folder
 
 if TYPE_CHECKING:
     from monoblock.parallel.world import World
@@ -44,6 +43,7 @@ def run_training(
     options: the arguments `resume` and `tensorboard` of `prepare_run`.
     notes: lines to print before the training.
     """
+    from monoblock.runs.run_folder import lock_run_folder
     from monoblock.runs.train import prepare_run
 
     lock = lock_run_folder(folder, create=not options["resume"], is_main=world.is_main)

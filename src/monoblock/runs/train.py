@@ -1,9 +1,10 @@
 """Train a recipe into a run folder: `mb.train`.
 
-plan = resolve(recipe)               the task, the stored model to start from, and what is known of the new model
-data = read_data(plan, …)            batches, tokenizer and labels (runs/build_data.py, and the task)
-model = build(plan, data)            with its initial weights, and all sizes that follow from the data
-Trainer(model, data, …).run()        the training loop (training/trainer.py)
+plan = resolve(recipe)                 the task, the stored model to start from, what is known of the new model
+data = read_data(plan, …)              batches, tokenizer and labels (runs/build_data.py, and the task)
+run = build(plan, data)                the model with its initial weights; its other sizes follow from the data
+run.trainer = build_trainer(run, …)    optimizers, loss and schedule (training/trainer.py)
+run.events()                           trains, and leaves a model in the folder (runs/run.py)
 """
 
 from __future__ import annotations
