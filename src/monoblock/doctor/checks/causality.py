@@ -25,7 +25,10 @@ MASK_FIX = (
     "float('-inf'))"
 )
 KEEPS_STATE = "the model keeps something from one call to the next, such as a state or a cache in self"
-STATE_FIX = "start every call with an empty state, pass the state and return it: logits, state = model(ids, state)"
+STATE_FIX = (
+    "start every call with an empty state; take the state as an argument and return it: logits, state = model(ids, "
+    "state)"
+)
 MODULE_FIX = f"hide the keys after each query in every layer: self.attention(x, x, x, attn_mask={HIDDEN})"
 FUSED_FIX = (
     "hide the keys after each query in every layer: F.scaled_dot_product_attention(q, k, v, is_causal=True), or "
