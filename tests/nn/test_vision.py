@@ -11,7 +11,7 @@ from monoblock.cli.main import run
 from monoblock.data.augment import random_flip, random_shift, uniform_numbers
 from monoblock.data.batching.plans import BatchIndices
 from monoblock.errors import ConfigError, FileError, InputError
-from monoblock.nn.positions import interpolate_grid
+from monoblock.nn.interpolate_positions import interpolate_grid
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import read_recipe
 from monoblock.tasks.image_inputs import read_pixels

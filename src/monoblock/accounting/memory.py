@@ -11,21 +11,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from monoblock.accounting.activations import SavedActivations, lstm_activations, model_activations
+from monoblock.accounting.activations import SavedActivations
 from monoblock.accounting.flops import BatchShape
-from monoblock.accounting.lstm import recurrent_parameters
 from monoblock.accounting.parameters import (
     LinearShape,
     block_linears,
     count_blocks,
     count_parameters,
     head_linears,
-    model_matrix_weights,
     projection_linear,
     router_linear,
 )
 from monoblock.config.model import AttentionConfig, BlockConfig, EmbeddingConfig, ModelConfig, RecurrentConfig
-from monoblock.config.parts import CheckpointMode
 from monoblock.errors import ConfigError, did_you_mean
 
 DTYPE_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
@@ -133,41 +130,6 @@ class TrainingBytes:
 
     def to_dict(self) -> dict[str, int]:
         return {**asdict(self), "total": self.total}
-
-
-def training_bytes(
-    config: ModelConfig | RecurrentConfig,
-    shape: BatchShape,
-    *,
-    dtype: str = "bf16",
-    optimizer: str = "adamw",
-    fused: bool = True,
-    checkpointing: CheckpointMode = False,
-    gpus: int = 1,
-) -> TrainingBytes:
-    """Compute the memory of a training step on each of `gpus` GPUs, with `shape.batch` sequences on each.
-
-    Weights, gradients and optimizer states are sharded over the GPUs.  `fused` attention saves no attention weights.
-    """
-    if dtype not in TRAINING_DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is not for training; write one of {', '.join(TRAINING_DTYPES)}")
-    if gpus < 1:
-        raise ConfigError(f"gpus={gpus} is too small; write 1 or more")
-    if isinstance(config, RecurrentConfig):
-        count, matrices = sum(recurrent_parameters(config).values()), 0
-        saved = lstm_activations(config, shape)
-    else:
-        count, matrices = sum(count_parameters(config).values()), model_matrix_weights(config)
-        saved = model_activations(config, shape, fused=fused, checkpointing=checkpointing)
-    states = optimizer_states(optimizer, count, matrices) + (0 if dtype == "fp32" else count)  # and master weights
-    activations, attention = activation_bytes(saved, dtype)
-    return TrainingBytes(
-        weights=-(-stored_bytes(count, dtype) // gpus),
-        gradients=-(-stored_bytes(count, dtype) // gpus),
-        optimizer=-(-4 * states // gpus),
-        activations=activations,
-        attention_matrices=attention,
-    )
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:

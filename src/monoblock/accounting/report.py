@@ -6,19 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from monoblock.accounting.activations import lstm_activations, model_activations
 from monoblock.accounting.decoding import DecodingCost, decoding_cost
 from monoblock.accounting.flops import Flops, flops, gpu_hours, resolve_batch_shape, rule_of_six
 from monoblock.accounting.lstm import recurrent_parameters
 from monoblock.accounting.memory import (
     TRAINING_DTYPES,
     TrainingBytes,
+    activation_bytes,
     kv_cache_bytes,
+    optimizer_states,
     stored_bytes,
-    training_bytes,
     weight_bytes,
 )
 from monoblock.accounting.parallel import plan_ranks
-from monoblock.accounting.parameters import count_parameters
+from monoblock.accounting.parameters import count_parameters, model_matrix_weights
 from monoblock.accounting.training_plan import DEFAULT_HARDWARE, Hardware, TrainingPlan, plan_training
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.parts import CheckpointMode
@@ -116,16 +118,28 @@ class Account:
     ) -> TrainingBytes:
         """Compute the memory of a training step with `batch` sequences on each GPU.
 
+        Weights, gradients and optimizer states are sharded over `gpus`.  `fused` attention saves no attention weights.
         `checkpointing` is False, True or "selective", as in nn/activation_checkpointing.py.
         """
-        return training_bytes(
-            self.config,
-            resolve_batch_shape(self.config, batch, length, target_length),
-            dtype=dtype,
-            optimizer=optimizer,
-            fused=fused,
-            checkpointing=checkpointing,
-            gpus=gpus,
+        if dtype not in TRAINING_DTYPES:
+            raise ConfigError(f"dtype={dtype!r} is not for training; write one of {', '.join(TRAINING_DTYPES)}")
+        if gpus < 1:
+            raise ConfigError(f"gpus={gpus} is too small; write 1 or more")
+        shape = resolve_batch_shape(self.config, batch, length, target_length)
+        if isinstance(self.config, RecurrentConfig):
+            count, matrices = sum(recurrent_parameters(self.config).values()), 0
+            saved = lstm_activations(self.config, shape)
+        else:
+            count, matrices = sum(count_parameters(self.config).values()), model_matrix_weights(self.config)
+            saved = model_activations(self.config, shape, fused=fused, checkpointing=checkpointing)
+        states = optimizer_states(optimizer, count, matrices) + (0 if dtype == "fp32" else count)  # and master weights
+        activations, attention = activation_bytes(saved, dtype)
+        return TrainingBytes(
+            weights=-(-stored_bytes(count, dtype) // gpus),
+            gradients=-(-stored_bytes(count, dtype) // gpus),
+            optimizer=-(-4 * states // gpus),
+            activations=activations,
+            attention_matrices=attention,
         )
 
     def budget(

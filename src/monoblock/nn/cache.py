@@ -24,315 +24,6 @@ from monoblock.config.model import AttentionConfig, StackConfig
 from monoblock.errors import InputError
 from monoblock.nn.masks import Mask, TokenPositions
 
-
-class LinearWrite(NamedTuple):
-    """Which tokens of a row are in the ring, and which leave it in this pass; the same in all linear blocks."""
-
-    in_ring: Tensor  # (B, R) the column holds a token that the new tokens see
-    leaving: Tensor  # (B, R) this token is added to the sums now
-    skips_ring: Tensor | None  # (B, T) this new token is added to the sums at once; None if all new tokens fit
-    is_started: Tensor  # (B,) the sums are not empty
-
-    @classmethod
-    def prepare(cls, new_positions: TokenPositions, lengths: Tensor, max_written: Tensor, capacity: int) -> Self:
-        """Prepare a pass over new tokens after `lengths` tokens (B,).
-
-        `max_written` (B,) is the largest number of tokens in a row before this pass: all but the last `capacity` of
-        them are in the sums.
-        """
-        if new_positions.document is not None:
-            raise InputError(
-                "linear attention cannot cache packed documents; give each document a row of its own, or cache=None"
-            )
-        T, valid = new_positions.length, new_positions.valid
-        counts = lengths.new_full((1, 1), T) if valid is None else valid.sum(-1, keepdim=True)
-        before, summed = lengths[:, None], (max_written[:, None] - capacity).clamp(min=0)
-        summed_after = torch.maximum(summed, before + counts - capacity)
-        column = torch.arange(capacity, device=lengths.device)
-        token_index = summed + (column - summed) % capacity  # (B, R) of the token in each column
-        in_ring = token_index < before
-        skips_ring = None
-        if capacity < T:
-            ones = torch.ones(1, T, dtype=torch.long, device=lengths.device) if valid is None else valid.long()
-            skips_ring = (before + ones.cumsum(-1) - 1 < summed_after) & ones.bool()
-        return cls(in_ring, in_ring & (token_index < summed_after), skips_ring, summed[:, 0] > 0)
-
-
-POSITION_FIELDS = ("positions", "token_index", "document", "prefix_or_global")
-OPTIONAL_FIELDS = ("document", "prefix_or_global")
-
-
-class BeamSlots(NamedTuple):
-    """Where the tokens of the hypotheses are in the cache of a beam search (see beam_cache.py)."""
-
-    writers: Tensor  # (searches, beams, positions) the beam that wrote each token; `beams` where there is none
-    lengths: Tensor  # (searches,) the number of tokens before the new ones
-
-
-class CacheWrite(NamedTuple):
-    """The columns that one forward pass writes to, and the positions of the keys that its queries see.
-
-    It is the same in all layers of one capacity.
-    """
-
-    columns: Tensor  # (B, T) the column of each new token; tokens that are not kept go to the scratch column at the end
-    key_positions: TokenPositions
-    num_visible: int  # the number of columns that the queries see
-    is_concatenated: bool  # if the new tokens do not fit in the ring, queries see the old columns, then all new tokens
-    linear: LinearWrite | None = None  # in a block with linear attention: which tokens its sums hold
-    mask: Mask | None = None  # what the queries see, besides the mask of the block; None: no further restriction
-    beams: BeamSlots | None = None  # in a beam search whose beams are tokens of one row: the same as `mask`
-
-
-class CacheIndex:
-    """The position, document and flag of the token in each column, the same in all layers of one capacity.
-
-    Each field has shape (B, capacity + 1).
-    """
-
-    def __init__(self, batch: int, capacity: int, window: int | None, device: torch.device | None) -> None:
-        self.capacity, self.window = capacity, window
-        self.positions = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
-        self.token_index = torch.full_like(self.positions, -1)  # index of a column's token in its row; -1: empty
-        self.document: Tensor | None = None
-        self.prefix_or_global: Tensor | None = None
-
-    def prepare_write(self, new_positions: TokenPositions, lengths: Tensor, max_length: int) -> CacheWrite:
-        """Record the positions of new tokens; return the columns to write to and the positions of the keys they see."""
-        B, T = lengths.shape[0], new_positions.length
-        valid = new_positions.valid
-        if valid is None:
-            valid = torch.ones(1, 1, dtype=torch.bool, device=lengths.device)
-        token_index = lengths[:, None] + valid.expand(B, T).long().cumsum(-1) - 1  # (B, T) among valid tokens
-        limit = token_index[:, -1:] + 1
-        is_concatenated = self.window is not None and self.max_droppable < T
-        before = self._visible_positions(lengths[:, None], self.capacity) if is_concatenated else None
-        kept = valid & (token_index >= limit - self.capacity)
-        columns = torch.where(kept, token_index % self.capacity, self.capacity)
-        self._record(new_positions, token_index, columns)
-        if before is not None:
-            return CacheWrite(columns, _concatenate_positions(before, new_positions, B), self.capacity, True)
-        num_visible = self.capacity if self.window is not None else min(self.capacity, max_length + T)
-        if new_positions.start is not None and self.is_sequential:
-            key_positions = TokenPositions(self.positions[:1, :num_visible], start=0)
-        else:
-            key_positions = self._visible_positions(limit, num_visible)
-        return CacheWrite(columns, key_positions, num_visible, False)
-
-    @property
-    def max_droppable(self) -> int:
-        """The largest number of tokens that a pass may write and drop again: the ring without the window, and one."""
-        return self.capacity if self.window is None else self.capacity - self.window + 1
-
-    @property
-    def is_sequential(self) -> bool:
-        """Whether columns hold tokens in order and every token sees all tokens before it."""
-        return self.window is None and self.document is None and self.prefix_or_global is None
-
-    def _record(self, new_positions: TokenPositions, token_index: Tensor, columns: Tensor) -> None:
-        B, T = columns.shape
-        self.positions.scatter_(1, columns, new_positions.positions.expand(B, T))
-        self.token_index.scatter_(1, columns, token_index)
-        self.token_index[:, self.capacity] = -1
-        for name in OPTIONAL_FIELDS:
-            new, stored = getattr(new_positions, name), getattr(self, name)
-            if new is None and stored is None:
-                continue
-            if stored is None:
-                stored = torch.zeros_like(self.positions, dtype=new.dtype)
-                setattr(self, name, stored)
-            new = torch.zeros_like(columns, dtype=stored.dtype) if new is None else new.expand(B, T)
-            stored.scatter_(1, columns, new)
-
-    def _visible_positions(self, limit: Tensor, num_visible: int) -> TokenPositions:
-        """Return the positions in the first `num_visible` columns; only the first `limit` (B, 1) tokens are valid."""
-        token_index = self.token_index[:, :num_visible]
-        document, prefix_or_global = (
-            None if field is None else field[:, :num_visible].clone()
-            for field in (self.document, self.prefix_or_global)
-        )
-        valid = (token_index >= 0) & (token_index < limit)
-        return TokenPositions(self.positions[:, :num_visible].clone(), document, valid, prefix_or_global)
-
-    def last_positions(self, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the position and the document of each row's last token, both (B, 1).
-
-        An empty row has position -1, and the document is None if there are no documents.
-        """
-        column = ((lengths - 1).clamp(min=0) % self.capacity)[:, None]
-        positions = self.positions.gather(1, column).masked_fill(lengths[:, None] == 0, -1)
-        return positions, None if self.document is None else self.document.gather(1, column)
-
-    def can_truncate(self, lengths: Tensor, max_written: Tensor) -> Tensor:
-        """Return a boolean for each row (B,): whether the row can be cut to its first `lengths` tokens.
-
-        The cache of a windowed layer is a ring that overwrites old tokens; `max_written` tokens were written to it.
-        A row can be cut only if no token in the window of its next token has been overwritten.
-        """
-        if self.window is None:
-            return torch.ones_like(lengths, dtype=torch.bool)
-        return (max_written - self.capacity).clamp(min=0) <= (lengths + 1 - self.window).clamp(min=0)
-
-    def select(self, rows: Tensor) -> None:
-        self.map_tensors(lambda t: t[rows])
-
-    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by fn(tensor)."""
-        for name, tensor in self.tensors().items():
-            setattr(self, name, fn(tensor))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the fields that are set, by name."""
-        fields = {name: getattr(self, name) for name in POSITION_FIELDS}
-        return {name: tensor for name, tensor in fields.items() if tensor is not None}
-
-
-def _concatenate_positions(old: TokenPositions, new: TokenPositions, batch: int) -> TokenPositions:
-    """Concatenate the positions in a ring and those of a chunk too long for the ring."""
-
-    def concatenate(name: str, default: int | bool) -> Tensor | None:
-        first, second = getattr(old, name), getattr(new, name)
-        if first is None and second is None:
-            return None
-        first = torch.full_like(old.positions, default, dtype=second.dtype) if first is None else first
-        second = torch.full_like(new.positions, default, dtype=first.dtype) if second is None else second
-        return torch.cat((first, second.expand(batch, -1)), 1)
-
-    positions = torch.cat((old.positions, new.positions.expand(batch, -1)), 1)
-    return TokenPositions(
-        positions, concatenate("document", 0), concatenate("valid", True), concatenate("prefix_or_global", False)
-    )
-
-
-class KeyValues(NamedTuple):
-    keys: Tensor  # (B, G, S, K)
-    values: Tensor  # (B, G, S, value size)
-
-
-class KeyValueStore:
-    """Keys and values, None before the first pass."""
-
-    keys: Tensor | None = None
-    values: Tensor | None = None
-
-    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace keys and values by fn(keys) and fn(values)."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = fn(self.keys), fn(self.values)
-
-
-class LayerCache(KeyValueStore):
-    """Keys and values of self-attention: (B, G, capacity + 1, size); the last column is scratch and never read."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-
-    def update(self, keys: Tensor, values: Tensor, write: CacheWrite) -> KeyValues:
-        """Write new keys and values (B, G, T, size); return all keys and values that queries may see."""
-        if self.keys is None or self.values is None:
-            self.keys, self.values = self._zeros_like(keys), self._zeros_like(values)
-        if keys.dtype != self.keys.dtype:
-            raise InputError(
-                f"the cache holds keys of {self.keys.dtype}, but the model now computes {keys.dtype}; "
-                "make a new cache with model.make_cache"
-            )
-        visible = KeyValues(self.keys[:, :, : write.num_visible], self.values[:, :, : write.num_visible])
-        if write.is_concatenated:
-            visible = KeyValues(torch.cat((visible.keys, keys), 2), torch.cat((visible.values, values), 2))
-        first = write.num_visible - keys.shape[2]  # the first new column, if all rows are equally long
-        for stored, new in ((self.keys, keys), (self.values, values)):
-            if write.key_positions.start is not None and not write.is_concatenated:
-                stored[:, :, first : write.num_visible] = new
-                continue
-            stored.scatter_(2, write.columns[:, None, :, None].expand(new.shape), new)
-        return visible
-
-    def allocate(self, x: Tensor, config: AttentionConfig, width: int) -> None:
-        """Make room for the keys and values of rows like those of x (B, T, D), if there is none yet."""
-        if self.keys is None:
-            sizes = (config.key_size(width), config.value_size(width))
-            self.keys, self.values = (self._zeros(x, config.num_kv_heads, size) for size in sizes)
-
-    def _zeros_like(self, new: Tensor) -> Tensor:
-        return self._zeros(new, new.shape[1], new.shape[3])
-
-    def _zeros(self, like: Tensor, groups: int, size: int) -> Tensor:
-        return like.new_zeros(like.shape[0], groups, self.capacity + 1, size)
-
-
-class CrossAttentionCache(KeyValueStore):
-    """Keys and values of the source in cross-attention, computed on the first pass."""
-
-    def fill(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
-
-    def stored(self) -> KeyValues | None:
-        return None if self.keys is None or self.values is None else KeyValues(self.keys, self.values)
-
-
-class LinearState(NamedTuple):
-    """Sums over tokens: of the products of key features and values, and of key features."""
-
-    products: Tensor  # (B, G, K, V)
-    keys: Tensor  # (B, G, K)
-
-
-class LinearLayerCache(LayerCache):
-    """The sums of one block and a ring of `capacity` tokens: features of keys (B, G, R + 1, K), and values."""
-
-    plain_keys: Tensor | None = None  # features of the denominator, if they differ from `keys`
-    state: LinearState | None = None
-
-    def update_state(self, keys: Tensor, plain_keys: Tensor, values: Tensor, write: CacheWrite) -> LinearState:
-        """Write new tokens (B, G, T, size), of which padding has the features 0; return the sums of those before."""
-        assert write.linear is not None
-        if self.keys is None or self.values is None or self.state is None:
-            self.keys, self.values = self._zeros_like(keys), self._zeros_like(values)
-            self.plain_keys = None if plain_keys is keys else self._zeros_like(plain_keys)
-            rows, size = keys.shape[:2], keys.shape[-1]
-            self.state = LinearState(keys.new_zeros(*rows, size, values.shape[-1]), keys.new_zeros(*rows, size))
-        elif self.keys.dtype != keys.dtype:
-            self.map_tensors(lambda t: t.to(keys.dtype))
-        started = write.linear.is_started[:, None, None]
-        products, sums = self.state
-        state = LinearState(products.where(started[..., None], 0), sums.where(started, 0))
-        state = self._add_columns(state, write.linear.leaving)
-        before = self._add_columns(state, write.linear.in_ring & ~write.linear.leaving)
-        if write.linear.skips_ring is not None:
-            skips = write.linear.skips_ring[:, None, :, None].to(keys.dtype)
-            state = _add_tokens(state, keys * skips, plain_keys * skips, values)
-        self.state = state
-        for stored, new in ((self.keys, keys), (self.values, values), (self.plain_keys, plain_keys)):
-            if stored is not None:
-                stored.scatter_(2, write.columns[:, None, :, None].expand(new.shape), new)
-        return before
-
-    def _add_columns(self, state: LinearState, chosen: Tensor) -> LinearState:
-        """Add the tokens in the chosen columns (B, R) of the ring to the sums."""
-        assert self.keys is not None
-        assert self.values is not None
-        factor = chosen[:, None, :, None].to(self.keys.dtype)
-        plain_keys = self.keys if self.plain_keys is None else self.plain_keys
-        return _add_tokens(state, self.keys[:, :, :-1] * factor, plain_keys[:, :, :-1] * factor, self.values[:, :, :-1])
-
-    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by fn(tensor)."""
-        super().map_tensors(fn)
-        if self.plain_keys is not None:
-            self.plain_keys = fn(self.plain_keys)
-        if self.state is not None:
-            self.state = LinearState(*(fn(tensor) for tensor in self.state))
-
-    def list_sums(self) -> list[Tensor]:
-        """Return what is stored beside keys and values: the sums, and the keys of the denominator if they differ."""
-        plain = [] if self.plain_keys is None else [self.plain_keys[:, :, :-1]]
-        return [*plain, *(self.state or ())]
-
-
-def _add_tokens(state: LinearState, keys: Tensor, plain_keys: Tensor, values: Tensor) -> LinearState:
-    return LinearState(state.products + keys.mT @ values, state.keys + plain_keys.sum(2))
-
-
 DEFAULT_CHUNK = 16
 
 
@@ -514,3 +205,320 @@ class Cache:
         sources = [t for layer in self.cross_layers if layer for t in (layer.keys, layer.values) if t is not None]
         sums = [t for layer in self.layers if isinstance(layer, LinearLayerCache) for t in layer.list_sums()]
         return sum(t.numel() * t.element_size() for t in layers + sources + sums)
+
+
+# -- which column holds which token -----------------------------------------------------------------------------------
+
+
+POSITION_FIELDS = ("positions", "token_index", "document", "prefix_or_global")
+OPTIONAL_FIELDS = ("document", "prefix_or_global")
+
+
+class BeamSlots(NamedTuple):
+    """Where the tokens of the hypotheses are in the cache of a beam search (see beam_cache.py)."""
+
+    writers: Tensor  # (searches, beams, positions) the beam that wrote each token; `beams` where there is none
+    lengths: Tensor  # (searches,) the number of tokens before the new ones
+
+
+class CacheWrite(NamedTuple):
+    """The columns that one forward pass writes to, and the positions of the keys that its queries see.
+
+    It is the same in all layers of one capacity.
+    """
+
+    columns: Tensor  # (B, T) the column of each new token; tokens that are not kept go to the scratch column at the end
+    key_positions: TokenPositions
+    num_visible: int  # the number of columns that the queries see
+    is_concatenated: bool  # if the new tokens do not fit in the ring, queries see the old columns, then all new tokens
+    linear: LinearWrite | None = None  # in a block with linear attention: which tokens its sums hold
+    mask: Mask | None = None  # what the queries see, besides the mask of the block; None: no further restriction
+    beams: BeamSlots | None = None  # in a beam search whose beams are tokens of one row: the same as `mask`
+
+
+class CacheIndex:
+    """The position, document and flag of the token in each column, the same in all layers of one capacity.
+
+    Each field has shape (B, capacity + 1).
+    """
+
+    def __init__(self, batch: int, capacity: int, window: int | None, device: torch.device | None) -> None:
+        self.capacity, self.window = capacity, window
+        self.positions = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
+        self.token_index = torch.full_like(self.positions, -1)  # index of a column's token in its row; -1: empty
+        self.document: Tensor | None = None
+        self.prefix_or_global: Tensor | None = None
+
+    def prepare_write(self, new_positions: TokenPositions, lengths: Tensor, max_length: int) -> CacheWrite:
+        """Record the positions of new tokens; return the columns to write to and the positions of the keys they see."""
+        B, T = lengths.shape[0], new_positions.length
+        valid = new_positions.valid
+        if valid is None:
+            valid = torch.ones(1, 1, dtype=torch.bool, device=lengths.device)
+        token_index = lengths[:, None] + valid.expand(B, T).long().cumsum(-1) - 1  # (B, T) among valid tokens
+        limit = token_index[:, -1:] + 1
+        is_concatenated = self.window is not None and self.max_droppable < T
+        before = self._visible_positions(lengths[:, None], self.capacity) if is_concatenated else None
+        kept = valid & (token_index >= limit - self.capacity)
+        columns = torch.where(kept, token_index % self.capacity, self.capacity)
+        self._record(new_positions, token_index, columns)
+        if before is not None:
+            return CacheWrite(columns, _concatenate_positions(before, new_positions, B), self.capacity, True)
+        num_visible = self.capacity if self.window is not None else min(self.capacity, max_length + T)
+        if new_positions.start is not None and self.is_sequential:
+            key_positions = TokenPositions(self.positions[:1, :num_visible], start=0)
+        else:
+            key_positions = self._visible_positions(limit, num_visible)
+        return CacheWrite(columns, key_positions, num_visible, False)
+
+    @property
+    def max_droppable(self) -> int:
+        """The largest number of tokens that a pass may write and drop again: the ring without the window, and one."""
+        return self.capacity if self.window is None else self.capacity - self.window + 1
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether columns hold tokens in order and every token sees all tokens before it."""
+        return self.window is None and self.document is None and self.prefix_or_global is None
+
+    def _record(self, new_positions: TokenPositions, token_index: Tensor, columns: Tensor) -> None:
+        B, T = columns.shape
+        self.positions.scatter_(1, columns, new_positions.positions.expand(B, T))
+        self.token_index.scatter_(1, columns, token_index)
+        self.token_index[:, self.capacity] = -1
+        for name in OPTIONAL_FIELDS:
+            new, stored = getattr(new_positions, name), getattr(self, name)
+            if new is None and stored is None:
+                continue
+            if stored is None:
+                stored = torch.zeros_like(self.positions, dtype=new.dtype)
+                setattr(self, name, stored)
+            new = torch.zeros_like(columns, dtype=stored.dtype) if new is None else new.expand(B, T)
+            stored.scatter_(1, columns, new)
+
+    def _visible_positions(self, limit: Tensor, num_visible: int) -> TokenPositions:
+        """Return the positions in the first `num_visible` columns; only the first `limit` (B, 1) tokens are valid."""
+        token_index = self.token_index[:, :num_visible]
+        document, prefix_or_global = (
+            None if field is None else field[:, :num_visible].clone()
+            for field in (self.document, self.prefix_or_global)
+        )
+        valid = (token_index >= 0) & (token_index < limit)
+        return TokenPositions(self.positions[:, :num_visible].clone(), document, valid, prefix_or_global)
+
+    def last_positions(self, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the position and the document of each row's last token, both (B, 1).
+
+        An empty row has position -1, and the document is None if there are no documents.
+        """
+        column = ((lengths - 1).clamp(min=0) % self.capacity)[:, None]
+        positions = self.positions.gather(1, column).masked_fill(lengths[:, None] == 0, -1)
+        return positions, None if self.document is None else self.document.gather(1, column)
+
+    def can_truncate(self, lengths: Tensor, max_written: Tensor) -> Tensor:
+        """Return a boolean for each row (B,): whether the row can be cut to its first `lengths` tokens.
+
+        The cache of a windowed layer is a ring that overwrites old tokens; `max_written` tokens were written to it.
+        A row can be cut only if no token in the window of its next token has been overwritten.
+        """
+        if self.window is None:
+            return torch.ones_like(lengths, dtype=torch.bool)
+        return (max_written - self.capacity).clamp(min=0) <= (lengths + 1 - self.window).clamp(min=0)
+
+    def select(self, rows: Tensor) -> None:
+        self.map_tensors(lambda t: t[rows])
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by fn(tensor)."""
+        for name, tensor in self.tensors().items():
+            setattr(self, name, fn(tensor))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fields that are set, by name."""
+        fields = {name: getattr(self, name) for name in POSITION_FIELDS}
+        return {name: tensor for name, tensor in fields.items() if tensor is not None}
+
+
+def _concatenate_positions(old: TokenPositions, new: TokenPositions, batch: int) -> TokenPositions:
+    """Concatenate the positions in a ring and those of a chunk too long for the ring."""
+
+    def concatenate(name: str, default: int | bool) -> Tensor | None:
+        first, second = getattr(old, name), getattr(new, name)
+        if first is None and second is None:
+            return None
+        first = torch.full_like(old.positions, default, dtype=second.dtype) if first is None else first
+        second = torch.full_like(new.positions, default, dtype=first.dtype) if second is None else second
+        return torch.cat((first, second.expand(batch, -1)), 1)
+
+    positions = torch.cat((old.positions, new.positions.expand(batch, -1)), 1)
+    return TokenPositions(
+        positions, concatenate("document", 0), concatenate("valid", True), concatenate("prefix_or_global", False)
+    )
+
+
+# -- keys and values of one block -------------------------------------------------------------------------------------
+
+
+class KeyValues(NamedTuple):
+    keys: Tensor  # (B, G, S, K)
+    values: Tensor  # (B, G, S, value size)
+
+
+class KeyValueStore:
+    """Keys and values, None before the first pass."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace keys and values by fn(keys) and fn(values)."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = fn(self.keys), fn(self.values)
+
+
+class LayerCache(KeyValueStore):
+    """Keys and values of self-attention: (B, G, capacity + 1, size); the last column is scratch and never read."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+
+    def update(self, keys: Tensor, values: Tensor, write: CacheWrite) -> KeyValues:
+        """Write new keys and values (B, G, T, size); return all keys and values that queries may see."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = self._zeros_like(keys), self._zeros_like(values)
+        if keys.dtype != self.keys.dtype:
+            raise InputError(
+                f"the cache holds keys of {self.keys.dtype}, but the model now computes {keys.dtype}; "
+                "make a new cache with model.make_cache"
+            )
+        visible = KeyValues(self.keys[:, :, : write.num_visible], self.values[:, :, : write.num_visible])
+        if write.is_concatenated:
+            visible = KeyValues(torch.cat((visible.keys, keys), 2), torch.cat((visible.values, values), 2))
+        first = write.num_visible - keys.shape[2]  # the first new column, if all rows are equally long
+        for stored, new in ((self.keys, keys), (self.values, values)):
+            if write.key_positions.start is not None and not write.is_concatenated:
+                stored[:, :, first : write.num_visible] = new
+                continue
+            stored.scatter_(2, write.columns[:, None, :, None].expand(new.shape), new)
+        return visible
+
+    def allocate(self, x: Tensor, config: AttentionConfig, width: int) -> None:
+        """Make room for the keys and values of rows like those of x (B, T, D), if there is none yet."""
+        if self.keys is None:
+            sizes = (config.key_size(width), config.value_size(width))
+            self.keys, self.values = (self._zeros(x, config.num_kv_heads, size) for size in sizes)
+
+    def _zeros_like(self, new: Tensor) -> Tensor:
+        return self._zeros(new, new.shape[1], new.shape[3])
+
+    def _zeros(self, like: Tensor, groups: int, size: int) -> Tensor:
+        return like.new_zeros(like.shape[0], groups, self.capacity + 1, size)
+
+
+class CrossAttentionCache(KeyValueStore):
+    """Keys and values of the source in cross-attention, computed on the first pass."""
+
+    def fill(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def stored(self) -> KeyValues | None:
+        return None if self.keys is None or self.values is None else KeyValues(self.keys, self.values)
+
+
+# -- sums of linear attention -----------------------------------------------------------------------------------------
+
+
+class LinearState(NamedTuple):
+    """Sums over tokens: of the products of key features and values, and of key features."""
+
+    products: Tensor  # (B, G, K, V)
+    keys: Tensor  # (B, G, K)
+
+
+class LinearLayerCache(LayerCache):
+    """The sums of one block and a ring of `capacity` tokens: features of keys (B, G, R + 1, K), and values."""
+
+    plain_keys: Tensor | None = None  # features of the denominator, if they differ from `keys`
+    state: LinearState | None = None
+
+    def update_state(self, keys: Tensor, plain_keys: Tensor, values: Tensor, write: CacheWrite) -> LinearState:
+        """Write new tokens (B, G, T, size), of which padding has the features 0; return the sums of those before."""
+        assert write.linear is not None
+        if self.keys is None or self.values is None or self.state is None:
+            self.keys, self.values = self._zeros_like(keys), self._zeros_like(values)
+            self.plain_keys = None if plain_keys is keys else self._zeros_like(plain_keys)
+            rows, size = keys.shape[:2], keys.shape[-1]
+            self.state = LinearState(keys.new_zeros(*rows, size, values.shape[-1]), keys.new_zeros(*rows, size))
+        elif self.keys.dtype != keys.dtype:
+            self.map_tensors(lambda t: t.to(keys.dtype))
+        started = write.linear.is_started[:, None, None]
+        products, sums = self.state
+        state = LinearState(products.where(started[..., None], 0), sums.where(started, 0))
+        state = self._add_columns(state, write.linear.leaving)
+        before = self._add_columns(state, write.linear.in_ring & ~write.linear.leaving)
+        if write.linear.skips_ring is not None:
+            skips = write.linear.skips_ring[:, None, :, None].to(keys.dtype)
+            state = _add_tokens(state, keys * skips, plain_keys * skips, values)
+        self.state = state
+        for stored, new in ((self.keys, keys), (self.values, values), (self.plain_keys, plain_keys)):
+            if stored is not None:
+                stored.scatter_(2, write.columns[:, None, :, None].expand(new.shape), new)
+        return before
+
+    def _add_columns(self, state: LinearState, chosen: Tensor) -> LinearState:
+        """Add the tokens in the chosen columns (B, R) of the ring to the sums."""
+        assert self.keys is not None
+        assert self.values is not None
+        factor = chosen[:, None, :, None].to(self.keys.dtype)
+        plain_keys = self.keys if self.plain_keys is None else self.plain_keys
+        return _add_tokens(state, self.keys[:, :, :-1] * factor, plain_keys[:, :, :-1] * factor, self.values[:, :, :-1])
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by fn(tensor)."""
+        super().map_tensors(fn)
+        if self.plain_keys is not None:
+            self.plain_keys = fn(self.plain_keys)
+        if self.state is not None:
+            self.state = LinearState(*(fn(tensor) for tensor in self.state))
+
+    def list_sums(self) -> list[Tensor]:
+        """Return what is stored beside keys and values: the sums, and the keys of the denominator if they differ."""
+        plain = [] if self.plain_keys is None else [self.plain_keys[:, :, :-1]]
+        return [*plain, *(self.state or ())]
+
+
+def _add_tokens(state: LinearState, keys: Tensor, plain_keys: Tensor, values: Tensor) -> LinearState:
+    return LinearState(state.products + keys.mT @ values, state.keys + plain_keys.sum(2))
+
+
+class LinearWrite(NamedTuple):
+    """Which tokens of a row are in the ring, and which leave it in this pass; the same in all linear blocks."""
+
+    in_ring: Tensor  # (B, R) the column holds a token that the new tokens see
+    leaving: Tensor  # (B, R) this token is added to the sums now
+    skips_ring: Tensor | None  # (B, T) this new token is added to the sums at once; None if all new tokens fit
+    is_started: Tensor  # (B,) the sums are not empty
+
+    @classmethod
+    def prepare(cls, new_positions: TokenPositions, lengths: Tensor, max_written: Tensor, capacity: int) -> Self:
+        """Prepare a pass over new tokens after `lengths` tokens (B,).
+
+        `max_written` (B,) is the largest number of tokens in a row before this pass: all but the last `capacity` of
+        them are in the sums.
+        """
+        if new_positions.document is not None:
+            raise InputError(
+                "linear attention cannot cache packed documents; give each document a row of its own, or cache=None"
+            )
+        T, valid = new_positions.length, new_positions.valid
+        counts = lengths.new_full((1, 1), T) if valid is None else valid.sum(-1, keepdim=True)
+        before, summed = lengths[:, None], (max_written[:, None] - capacity).clamp(min=0)
+        summed_after = torch.maximum(summed, before + counts - capacity)
+        column = torch.arange(capacity, device=lengths.device)
+        token_index = summed + (column - summed) % capacity  # (B, R) of the token in each column
+        in_ring = token_index < before
+        skips_ring = None
+        if capacity < T:
+            ones = torch.ones(1, T, dtype=torch.long, device=lengths.device) if valid is None else valid.long()
+            skips_ring = (before + ones.cumsum(-1) - 1 < summed_after) & ones.bool()
+        return cls(in_ring, in_ring & (token_index < summed_after), skips_ring, summed[:, 0] > 0)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from monoblock.config.model import Learned, PatchConfig
 from monoblock.errors import InputError, with_article
 from monoblock.nn.arguments import check_model
 from monoblock.nn.embedding import PatchEmbedding
 from monoblock.nn.lora import fold_lora
-from monoblock.nn.positions import interpolate_grid
 from monoblock.nn.transformer import Transformer
 
 T = TypeVar("T", bound=Transformer)
@@ -48,3 +50,15 @@ def interpolate(model: T, image: int) -> T:
     copy.load_state_dict(weights, assign=True)
     copy.loaded_from = model.loaded_from
     return copy.train(model.training)
+
+
+def interpolate_grid(table: Tensor, side: int) -> Tensor:
+    """Resize the position embeddings (N, D) of a square grid of patches to side × side by bicubic interpolation.
+
+    Patches are stored row by row.  The old and the new grid cover the whole image, so that their edges coincide and not
+    the centres of their outer patches (Dosovitskiy et al. 2021).
+    """
+    old_side = math.isqrt(table.shape[0])
+    grid = table.detach().float().mT.unflatten(-1, (old_side, old_side))[None]  # (1, D, old side, old side)
+    grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+    return grid[0].flatten(1).mT.contiguous().to(table.dtype)

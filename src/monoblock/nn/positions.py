@@ -47,18 +47,6 @@ def grid_sinusoid(side: int, width: int, config: Sinusoid, device: torch.device)
     return torch.cat((rows, columns), dim=-1).flatten(0, 1)
 
 
-def interpolate_grid(table: Tensor, side: int) -> Tensor:
-    """Resize the position embeddings (N, D) of a square grid of patches to side × side by bicubic interpolation.
-
-    Patches are stored row by row.  The old and the new grid cover the whole image, so that their edges coincide and not
-    the centres of their outer patches (Dosovitskiy et al. 2021).
-    """
-    old_side = math.isqrt(table.shape[0])
-    grid = table.detach().float().mT.unflatten(-1, (old_side, old_side))[None]  # (1, D, old side, old side)
-    grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
-    return grid[0].flatten(1).mT.contiguous().to(table.dtype)
-
-
 # -- rotary -------------------------------------------------------------------------------------------------------
 
 

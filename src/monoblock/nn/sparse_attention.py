@@ -31,6 +31,283 @@ MAX_DENSITY = 0.5  # with a larger share of tiles to compute, a fused kernel ove
 CHUNK_KEYS = 4096  # keys that a chunk copies on a CPU, where they should stay in a core's cache
 MAX_ENTRIES = 1 << 20  # pairs of tiles that are examined at a time
 EMPTY = 1 << 40  # the ranges of a tile of padding only are from EMPTY to -EMPTY
+BANDED_MIN_QUERIES = 512  # with fewer queries, a dense mask is as fast
+FLEX_MIN_QUERIES = 128  # with fewer queries, building a block mask costs more than it saves
+MIN_TILED_PAIRS = 1 << 26  # with fewer pairs of tokens, `create_block_mask` is as fast
+RECOMPILE_LIMIT = 64
+BLOCK = 128  # tokens in a block
+
+
+def attend_banded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: TilePlan,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Compute `attend` with the mask from which the plan was made."""
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):
+        q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
+    seed = int(torch.randint(1 << 62, ())) if dropout > 0 else 0
+    options = ChunkOptions(q.shape[-1] ** -0.5 if scale is None else scale, softcap, dropout, seed)
+    return _BandedFunction.apply(q, k, v, sinks, plan, options)
+
+
+class _BandedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: TilePlan, options: ChunkOptions
+    ) -> Tensor:
+        tiles = _Tiles(q, k, v, plan)
+        allocate = torch.empty if plan.has_all_queries else torch.zeros
+        out = allocate(*tiles.q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+        wide = torch.float32 if q.dtype in HALF_DTYPES else q.dtype
+        logs = allocate(tiles.q.shape[:-1], dtype=wide, device=q.device)  # (B, tiles, tile, H)
+        generator = options.make_generator(q.device)
+        with torch.autocast(q.device.type, enabled=False):
+            for row in range(q.shape[0]):
+                for chunk in plan.chunks(row):
+                    heads, chunk_logs = attend_chunk(*tiles.gather(row, chunk), chunk, sinks, options, generator)
+                    out[row].index_copy_(0, chunk.q_tiles, unfold_groups(heads, plan.tile))
+                    logs[row].index_copy_(0, chunk.q_tiles, unfold_groups(chunk_logs, plan.tile)[..., 0])
+        result = join_tiles(out, q.shape[2], plan.q_order)
+        ctx.save_for_backward(q, k, v, sinks, result, logs)
+        ctx.plan, ctx.options = plan, options
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, logs = ctx.saved_tensors
+        plan, options = ctx.plan, ctx.options
+        tiles = _Tiles(q, k, v, plan)
+        grad_tiles, out_tiles = (split_tiles(t, plan.tile, plan.q_order) for t in (grad, out))
+        wide = torch.float32 if q.dtype in HALF_DTYPES else q.dtype
+        allocate = torch.empty if plan.has_all_queries else torch.zeros
+        q_grad = allocate(tiles.q.shape, dtype=q.dtype, device=q.device)
+        k_grad, v_grad = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (tiles.k, tiles.v))
+        sinks_grad = None if sinks is None else torch.zeros_like(sinks)
+        generator = options.make_generator(q.device)
+        groups = k.shape[1]
+        with torch.autocast(q.device.type, enabled=False):
+            for row in range(q.shape[0]):
+                for chunk in plan.chunks(row):
+                    inputs = tiles.gather(row, chunk)
+                    chunk_grad, chunk_out, chunk_logs = (
+                        fold_groups(t[row].index_select(0, chunk.q_tiles), groups)
+                        for t in (grad_tiles, out_tiles, logs[..., None])
+                    )
+                    grads = attend_chunk_backward(
+                        chunk_grad, chunk_out, chunk_logs, *inputs, chunk, sinks, options, generator
+                    )
+                    q_grad[row].index_copy_(0, chunk.q_tiles, unfold_groups(grads.q, plan.tile))
+                    for total, new in ((k_grad, grads.k), (v_grad, grads.v)):
+                        new_tiles = new.transpose(1, 2).reshape(-1, *total.shape[2:])
+                        total[row].index_add_(0, chunk.k_tiles.flatten(), new_tiles.to(wide))
+                    if sinks_grad is not None and grads.sinks is not None:
+                        sinks_grad += grads.sinks.to(sinks_grad.dtype)
+        return (
+            join_tiles(q_grad, q.shape[2], plan.q_order),
+            join_tiles(k_grad, k.shape[2], plan.k_order).to(k.dtype),
+            join_tiles(v_grad, v.shape[2], plan.k_order).to(v.dtype),
+            sinks_grad,
+            None,
+            None,
+        )
+
+
+class _Tiles:
+    """Queries, keys and values cut into tiles, each (B, tiles, tile, heads, size)."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: TilePlan) -> None:
+        self.q = split_tiles(q, plan.tile, plan.q_order)
+        self.k, self.v = (split_tiles(t, plan.tile, plan.k_order) for t in (k, v))
+
+    def gather(self, row: int, chunk: TileChunk) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries (U, G, H / G * tile, K), keys and values (U, G, M * tile, *) of a chunk."""
+        q = fold_groups(self.q[row].index_select(0, chunk.q_tiles), self.k.shape[3])
+        U, M = chunk.k_tiles.shape
+        k, v = (
+            t[row].index_select(0, chunk.k_tiles.flatten()).reshape(U, M * t.shape[2], *t.shape[3:]).transpose(1, 2)
+            for t in (self.k, self.v)
+        )
+        return q, k, v
+
+
+def split_tiles(x: Tensor, tile: int, order: Tensor | None) -> Tensor:
+    """Cut x (B, H, T, K) into tiles (B, tiles, tile, H, K), after reordering the tokens; the last tile is padded."""
+    x = x.transpose(1, 2)
+    if order is not None:
+        x = x.gather(1, order[:, :, None, None].expand(x.shape))
+    missing = -x.shape[1] % tile
+    return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).unflatten(1, (-1, tile))
+
+
+def join_tiles(x: Tensor, length: int, order: Tensor | None) -> Tensor:
+    """Undo `split_tiles`: return (B, H, T, K) for tiles (B, tiles, tile, H, K)."""
+    x = x.flatten(1, 2)[:, :length]
+    if order is not None:
+        x = x.gather(1, order.argsort(dim=-1)[:, :, None, None].expand(x.shape))
+    return x.transpose(1, 2)
+
+
+def fold_groups(x: Tensor, groups: int) -> Tensor:
+    """Put the query heads that share a key head side by side: (U, tile, H, K) becomes (U, G, H / G * tile, K)."""
+    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def unfold_groups(x: Tensor, tile: int) -> Tensor:
+    """Undo `fold_groups`: (U, G, H / G * tile, K) becomes (U, tile, H, K)."""
+    return x.unflatten(2, (-1, tile)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+# -- attention of a chunk of tiles ------------------------------------------------------------------------------------
+#
+# U tiles of queries are q (U, G, R, K), where R counts the queries of all heads that share a key head; each tile has
+# its own keys k (U, G, S, K) and values v (U, G, S, *).
+
+
+class ChunkOptions(NamedTuple):
+    scale: float
+    softcap: float | None = None
+    dropout: float = 0.0
+    seed: int = 0  # of the dropout, which the backward pass draws again
+
+    def make_generator(self, device: torch.device) -> torch.Generator | None:
+        """Return a generator for the dropout of all chunks in succession, None without dropout."""
+        return torch.Generator(device).manual_seed(self.seed) if self.dropout > 0 else None
+
+
+class ChunkGradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None  # (H,)
+
+
+def attend_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunk: TileChunk,
+    sinks: Tensor | None,
+    options: ChunkOptions,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output (U, G, R, *) and the logarithms of the softmax denominators (U, G, R, 1)."""
+    if _has_flash_kernel(q, v, options):
+        bias = _flash_bias(chunk, q)
+        out, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=bias, scale=options.scale
+        )
+        logs = logs.unsqueeze(-1)
+        if sinks is not None:
+            without, logs = logs, torch.logaddexp(logs, _sink_column(sinks, q))
+            out = out * (without - logs).exp().to(out.dtype)
+    else:
+        scores, _ = _masked_scores(q, k, chunk, options)
+        logs = scores.logsumexp(-1, keepdim=True)
+        if sinks is not None:
+            logs = torch.logaddexp(logs, _sink_column(sinks, q))
+        weights = scores.sub_(logs).exp_()
+        if generator is not None:
+            weights.mul_(_draw_dropout(weights, options, generator))
+        out = weights.to(v.dtype) @ v
+    return out.masked_fill(_repeat_queries(chunk.blind, q), 0), logs
+
+
+def attend_chunk_backward(
+    grad: Tensor,
+    out: Tensor,
+    logs: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunk: TileChunk,
+    sinks: Tensor | None,
+    options: ChunkOptions,
+    generator: torch.Generator | None,
+) -> ChunkGradients:
+    """Return the gradients of a chunk from that of its output, and from what the forward pass returned."""
+    grad = grad.masked_fill(_repeat_queries(chunk.blind, q), 0)
+    sinks_grad = None
+    wide_grad, wide_out = _widen(grad), _widen(out)
+    row_sum = (wide_grad * wide_out).sum(-1, keepdim=True)  # the sum over keys of weight times its gradient
+    if sinks is not None:
+        per_query = -(_sink_column(sinks, q) - logs).exp() * row_sum  # (U, G, R, 1)
+        sinks_grad = per_query.unflatten(2, (sinks.numel() // q.shape[1], -1)).sum((0, 3, 4)).flatten()
+    if _has_flash_kernel(q, v, options):
+        bias = _flash_bias(chunk, q)
+        q_grad, k_grad, v_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, logs.squeeze(-1), 0.0, False, attn_mask=bias, scale=options.scale
+        )
+        return ChunkGradients(q_grad, k_grad, v_grad, sinks_grad)
+    scores, slope = _masked_scores(q, k, chunk, options)
+    weights = scores.sub_(logs).exp_()
+    weights_grad = wide_grad @ _widen(v).mT
+    if generator is None:
+        v_grad = weights.mT @ wide_grad
+    else:
+        dropout = _draw_dropout(weights, options, generator)
+        v_grad = (weights * dropout).mT @ wide_grad
+        weights_grad.mul_(dropout)
+    scores_grad = weights_grad.sub_(row_sum).mul_(weights).mul_(options.scale)
+    if slope is not None:
+        scores_grad.mul_(slope)
+    q_grad, k_grad = scores_grad @ _widen(k), scores_grad.mT @ _widen(q)
+    return ChunkGradients(q_grad.to(q.dtype), k_grad, v_grad, sinks_grad)
+
+
+def _has_flash_kernel(q: Tensor, v: Tensor, options: ChunkOptions) -> bool:
+    is_plain = options.softcap is None and options.dropout == 0.0
+    return q.device.type == "cpu" and is_plain and q.shape[-1] == v.shape[-1]
+
+
+def _flash_bias(chunk: TileChunk, q: Tensor) -> Tensor:
+    """Return the mask as 0 and -inf (U, 1, R, S)."""
+    return _repeat_queries(torch.where(chunk.visible, 0.0, -math.inf).to(q.dtype), q)
+
+
+def _masked_scores(q: Tensor, k: Tensor, chunk: TileChunk, options: ChunkOptions) -> tuple[Tensor, Tensor | None]:
+    """Return the scores (U, G, R, S), -inf where masked, and with a softcap its slope at every score."""
+    scores = (_widen(q) * options.scale) @ _widen(k).mT
+    slope = None
+    if options.softcap is not None:
+        capped = torch.tanh(scores / options.softcap)
+        scores, slope = options.softcap * capped, 1 - capped.square()
+    return scores.masked_fill_(~_repeat_queries(chunk.visible, q), -math.inf), slope
+
+
+def _repeat_queries(x: Tensor, q: Tensor) -> Tensor:
+    """Repeat x (U, 1, tile, *) for all heads that share a key head: (U, 1, R, *)."""
+    times = q.shape[2] // x.shape[2]
+    return x if times == 1 else x.repeat(1, 1, times, 1)
+
+
+def _sink_column(sinks: Tensor, q: Tensor) -> Tensor:
+    """Return the sinks (H,) as a column (1, G, R, 1) beside the scores."""
+    per_group = _widen(sinks.detach()).view(q.shape[1], -1, 1)  # (G, H / G, 1)
+    return per_group.expand(-1, -1, q.shape[2] // per_group.shape[1]).reshape(1, q.shape[1], -1, 1)
+
+
+def _draw_dropout(weights: Tensor, options: ChunkOptions, generator: torch.Generator) -> Tensor:
+    """Return a factor for every weight: 0 with the probability of dropout, else 1 / (1 - dropout)."""
+    if options.dropout == 1.0:
+        return torch.zeros_like(weights)
+    draws = torch.rand(weights.shape, generator=generator, dtype=torch.float32, device=weights.device)
+    return (draws >= options.dropout).to(weights.dtype).div_(1 - options.dropout)
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in HALF_DTYPES else x
+
+
+# -- which tiles are computed -----------------------------------------------------------------------------------------
 
 
 class TileChunk(NamedTuple):
@@ -210,279 +487,7 @@ def _group(counts: list[int], tile: int, max_keys: int) -> list[tuple[int, int, 
     return groups
 
 
-class ChunkOptions(NamedTuple):
-    scale: float
-    softcap: float | None = None
-    dropout: float = 0.0
-    seed: int = 0  # of the dropout, which the backward pass draws again
-
-    def make_generator(self, device: torch.device) -> torch.Generator | None:
-        """Return a generator for the dropout of all chunks in succession, None without dropout."""
-        return torch.Generator(device).manual_seed(self.seed) if self.dropout > 0 else None
-
-
-class ChunkGradients(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sinks: Tensor | None  # (H,)
-
-
-def attend_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    chunk: TileChunk,
-    sinks: Tensor | None,
-    options: ChunkOptions,
-    generator: torch.Generator | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the output (U, G, R, *) and the logarithms of the softmax denominators (U, G, R, 1)."""
-    if _has_flash_kernel(q, v, options):
-        bias = _flash_bias(chunk, q)
-        out, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, attn_mask=bias, scale=options.scale
-        )
-        logs = logs.unsqueeze(-1)
-        if sinks is not None:
-            without, logs = logs, torch.logaddexp(logs, _sink_column(sinks, q))
-            out = out * (without - logs).exp().to(out.dtype)
-    else:
-        scores, _ = _masked_scores(q, k, chunk, options)
-        logs = scores.logsumexp(-1, keepdim=True)
-        if sinks is not None:
-            logs = torch.logaddexp(logs, _sink_column(sinks, q))
-        weights = scores.sub_(logs).exp_()
-        if generator is not None:
-            weights.mul_(_draw_dropout(weights, options, generator))
-        out = weights.to(v.dtype) @ v
-    return out.masked_fill(_repeat_queries(chunk.blind, q), 0), logs
-
-
-def attend_chunk_backward(
-    grad: Tensor,
-    out: Tensor,
-    logs: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    chunk: TileChunk,
-    sinks: Tensor | None,
-    options: ChunkOptions,
-    generator: torch.Generator | None,
-) -> ChunkGradients:
-    """Return the gradients of a chunk from that of its output, and from what the forward pass returned."""
-    grad = grad.masked_fill(_repeat_queries(chunk.blind, q), 0)
-    sinks_grad = None
-    wide_grad, wide_out = _widen(grad), _widen(out)
-    row_sum = (wide_grad * wide_out).sum(-1, keepdim=True)  # the sum over keys of weight times its gradient
-    if sinks is not None:
-        per_query = -(_sink_column(sinks, q) - logs).exp() * row_sum  # (U, G, R, 1)
-        sinks_grad = per_query.unflatten(2, (sinks.numel() // q.shape[1], -1)).sum((0, 3, 4)).flatten()
-    if _has_flash_kernel(q, v, options):
-        bias = _flash_bias(chunk, q)
-        q_grad, k_grad, v_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, logs.squeeze(-1), 0.0, False, attn_mask=bias, scale=options.scale
-        )
-        return ChunkGradients(q_grad, k_grad, v_grad, sinks_grad)
-    scores, slope = _masked_scores(q, k, chunk, options)
-    weights = scores.sub_(logs).exp_()
-    weights_grad = wide_grad @ _widen(v).mT
-    if generator is None:
-        v_grad = weights.mT @ wide_grad
-    else:
-        dropout = _draw_dropout(weights, options, generator)
-        v_grad = (weights * dropout).mT @ wide_grad
-        weights_grad.mul_(dropout)
-    scores_grad = weights_grad.sub_(row_sum).mul_(weights).mul_(options.scale)
-    if slope is not None:
-        scores_grad.mul_(slope)
-    q_grad, k_grad = scores_grad @ _widen(k), scores_grad.mT @ _widen(q)
-    return ChunkGradients(q_grad.to(q.dtype), k_grad, v_grad, sinks_grad)
-
-
-def _has_flash_kernel(q: Tensor, v: Tensor, options: ChunkOptions) -> bool:
-    is_plain = options.softcap is None and options.dropout == 0.0
-    return q.device.type == "cpu" and is_plain and q.shape[-1] == v.shape[-1]
-
-
-def _flash_bias(chunk: TileChunk, q: Tensor) -> Tensor:
-    """Return the mask as 0 and -inf (U, 1, R, S)."""
-    return _repeat_queries(torch.where(chunk.visible, 0.0, -math.inf).to(q.dtype), q)
-
-
-def _masked_scores(q: Tensor, k: Tensor, chunk: TileChunk, options: ChunkOptions) -> tuple[Tensor, Tensor | None]:
-    """Return the scores (U, G, R, S), -inf where masked, and with a softcap its slope at every score."""
-    scores = (_widen(q) * options.scale) @ _widen(k).mT
-    slope = None
-    if options.softcap is not None:
-        capped = torch.tanh(scores / options.softcap)
-        scores, slope = options.softcap * capped, 1 - capped.square()
-    return scores.masked_fill_(~_repeat_queries(chunk.visible, q), -math.inf), slope
-
-
-def _repeat_queries(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat x (U, 1, tile, *) for all heads that share a key head: (U, 1, R, *)."""
-    times = q.shape[2] // x.shape[2]
-    return x if times == 1 else x.repeat(1, 1, times, 1)
-
-
-def _sink_column(sinks: Tensor, q: Tensor) -> Tensor:
-    """Return the sinks (H,) as a column (1, G, R, 1) beside the scores."""
-    per_group = _widen(sinks.detach()).view(q.shape[1], -1, 1)  # (G, H / G, 1)
-    return per_group.expand(-1, -1, q.shape[2] // per_group.shape[1]).reshape(1, q.shape[1], -1, 1)
-
-
-def _draw_dropout(weights: Tensor, options: ChunkOptions, generator: torch.Generator) -> Tensor:
-    """Return a factor for every weight: 0 with the probability of dropout, else 1 / (1 - dropout)."""
-    if options.dropout == 1.0:
-        return torch.zeros_like(weights)
-    draws = torch.rand(weights.shape, generator=generator, dtype=torch.float32, device=weights.device)
-    return (draws >= options.dropout).to(weights.dtype).div_(1 - options.dropout)
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in HALF_DTYPES else x
-
-
-BANDED_MIN_QUERIES = 512  # with fewer queries, a dense mask is as fast
-
-
-def attend_banded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: TilePlan,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Compute `attend` with the mask from which the plan was made."""
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind):
-        q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
-    seed = int(torch.randint(1 << 62, ())) if dropout > 0 else 0
-    options = ChunkOptions(q.shape[-1] ** -0.5 if scale is None else scale, softcap, dropout, seed)
-    return _BandedFunction.apply(q, k, v, sinks, plan, options)
-
-
-class _BandedFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: TilePlan, options: ChunkOptions
-    ) -> Tensor:
-        tiles = _Tiles(q, k, v, plan)
-        allocate = torch.empty if plan.has_all_queries else torch.zeros
-        out = allocate(*tiles.q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-        wide = torch.float32 if q.dtype in HALF_DTYPES else q.dtype
-        logs = allocate(tiles.q.shape[:-1], dtype=wide, device=q.device)  # (B, tiles, tile, H)
-        generator = options.make_generator(q.device)
-        with torch.autocast(q.device.type, enabled=False):
-            for row in range(q.shape[0]):
-                for chunk in plan.chunks(row):
-                    heads, chunk_logs = attend_chunk(*tiles.gather(row, chunk), chunk, sinks, options, generator)
-                    out[row].index_copy_(0, chunk.q_tiles, unfold_groups(heads, plan.tile))
-                    logs[row].index_copy_(0, chunk.q_tiles, unfold_groups(chunk_logs, plan.tile)[..., 0])
-        result = join_tiles(out, q.shape[2], plan.q_order)
-        ctx.save_for_backward(q, k, v, sinks, result, logs)
-        ctx.plan, ctx.options = plan, options
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, logs = ctx.saved_tensors
-        plan, options = ctx.plan, ctx.options
-        tiles = _Tiles(q, k, v, plan)
-        grad_tiles, out_tiles = (split_tiles(t, plan.tile, plan.q_order) for t in (grad, out))
-        wide = torch.float32 if q.dtype in HALF_DTYPES else q.dtype
-        allocate = torch.empty if plan.has_all_queries else torch.zeros
-        q_grad = allocate(tiles.q.shape, dtype=q.dtype, device=q.device)
-        k_grad, v_grad = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (tiles.k, tiles.v))
-        sinks_grad = None if sinks is None else torch.zeros_like(sinks)
-        generator = options.make_generator(q.device)
-        groups = k.shape[1]
-        with torch.autocast(q.device.type, enabled=False):
-            for row in range(q.shape[0]):
-                for chunk in plan.chunks(row):
-                    inputs = tiles.gather(row, chunk)
-                    chunk_grad, chunk_out, chunk_logs = (
-                        fold_groups(t[row].index_select(0, chunk.q_tiles), groups)
-                        for t in (grad_tiles, out_tiles, logs[..., None])
-                    )
-                    grads = attend_chunk_backward(
-                        chunk_grad, chunk_out, chunk_logs, *inputs, chunk, sinks, options, generator
-                    )
-                    q_grad[row].index_copy_(0, chunk.q_tiles, unfold_groups(grads.q, plan.tile))
-                    for total, new in ((k_grad, grads.k), (v_grad, grads.v)):
-                        new_tiles = new.transpose(1, 2).reshape(-1, *total.shape[2:])
-                        total[row].index_add_(0, chunk.k_tiles.flatten(), new_tiles.to(wide))
-                    if sinks_grad is not None and grads.sinks is not None:
-                        sinks_grad += grads.sinks.to(sinks_grad.dtype)
-        return (
-            join_tiles(q_grad, q.shape[2], plan.q_order),
-            join_tiles(k_grad, k.shape[2], plan.k_order).to(k.dtype),
-            join_tiles(v_grad, v.shape[2], plan.k_order).to(v.dtype),
-            sinks_grad,
-            None,
-            None,
-        )
-
-
-# -- tiles -------------------------------------------------------------------------------------------------------------
-
-
-class _Tiles:
-    """Queries, keys and values cut into tiles, each (B, tiles, tile, heads, size)."""
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: TilePlan) -> None:
-        self.q = split_tiles(q, plan.tile, plan.q_order)
-        self.k, self.v = (split_tiles(t, plan.tile, plan.k_order) for t in (k, v))
-
-    def gather(self, row: int, chunk: TileChunk) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries (U, G, H / G * tile, K), keys and values (U, G, M * tile, *) of a chunk."""
-        q = fold_groups(self.q[row].index_select(0, chunk.q_tiles), self.k.shape[3])
-        U, M = chunk.k_tiles.shape
-        k, v = (
-            t[row].index_select(0, chunk.k_tiles.flatten()).reshape(U, M * t.shape[2], *t.shape[3:]).transpose(1, 2)
-            for t in (self.k, self.v)
-        )
-        return q, k, v
-
-
-def split_tiles(x: Tensor, tile: int, order: Tensor | None) -> Tensor:
-    """Cut x (B, H, T, K) into tiles (B, tiles, tile, H, K), after reordering the tokens; the last tile is padded."""
-    x = x.transpose(1, 2)
-    if order is not None:
-        x = x.gather(1, order[:, :, None, None].expand(x.shape))
-    missing = -x.shape[1] % tile
-    return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).unflatten(1, (-1, tile))
-
-
-def join_tiles(x: Tensor, length: int, order: Tensor | None) -> Tensor:
-    """Undo `split_tiles`: return (B, H, T, K) for tiles (B, tiles, tile, H, K)."""
-    x = x.flatten(1, 2)[:, :length]
-    if order is not None:
-        x = x.gather(1, order.argsort(dim=-1)[:, :, None, None].expand(x.shape))
-    return x.transpose(1, 2)
-
-
-def fold_groups(x: Tensor, groups: int) -> Tensor:
-    """Put the query heads that share a key head side by side: (U, tile, H, K) becomes (U, G, H / G * tile, K)."""
-    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-
-
-def unfold_groups(x: Tensor, tile: int) -> Tensor:
-    """Undo `fold_groups`: (U, G, H / G * tile, K) becomes (U, tile, H, K)."""
-    return x.unflatten(2, (-1, tile)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-FLEX_MIN_QUERIES = 128  # with fewer queries, building a block mask costs more than it saves
-MIN_TILED_PAIRS = 1 << 26  # with fewer pairs of tokens, `create_block_mask` is as fast
-RECOMPILE_LIMIT = 64
-BLOCK = 128  # tokens in a block
+# -- FlexAttention ----------------------------------------------------------------------------------------------------
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float | None) -> Tensor:
