@@ -110,15 +110,10 @@ def _print_extras(report: dict[str, Any]) -> None:
         costs = report["measured"]["parts"]
         total = costs["total"]["seconds"]
         echo(f"\nMeasured on {report['measured']['device']}, fp32, one forward pass")
-        rows = [
-            (
-                name,
-                f"{1e3 * cost['seconds']:.2f} ms",
-                f"{cost['seconds'] / total:6.1%}",
-                format_bytes(cost["kept_bytes"]),
-            )
-            for name, cost in costs.items()
-        ]
+        rows = []
+        for name, cost in costs.items():
+            time, share = f"{1e3 * cost['seconds']:.2f} ms", f"{cost['seconds'] / total:6.1%}"
+            rows.append((name, time, share, format_bytes(cost["kept_bytes"])))
         print_table(("component", "time", "share", "kept for backward"), rows)
     if "budget" in report:
         budget = report["budget"]

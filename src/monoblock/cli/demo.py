@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,10 +70,7 @@ class Demo:
 
 def make_numbered_folder(parent: Path, name: str) -> Path:
     """Create and return the folder parent/name-N, where N is the first free number from 1 on."""
-    number = 1
-    while (parent / f"{name}-{number}").exists():
-        number += 1
-    folder = parent / f"{name}-{number}"
+    folder = next(path for number in count(1) if not (path := parent / f"{name}-{number}").exists())
     folder.mkdir(parents=True)
     return folder
 
@@ -207,9 +205,14 @@ def check_family(name: str) -> dict[str, Any]:
 
 
 def save_pictures(folder: Path) -> list[str]:
+    import torch
+
+    from monoblock.config.model import Sinusoid
     from monoblock.nn.masks import causal, everything, global_tokens, random_blocks, window
-    from monoblock.plots.masks import save_masks, save_overview
-    from monoblock.plots.positions import save_positions
+    from monoblock.nn.positions import sinusoid
+    from monoblock.plots.figure import save_figure
+    from monoblock.plots.masks import draw_masks, save_overview
+    from monoblock.plots.positions import draw_vectors
 
     masks = [
         ("everything", everything),
@@ -218,10 +221,11 @@ def save_pictures(folder: Path) -> list[str]:
         ("window(5) | global", window(5) | global_tokens),
         ("… | random_blocks", window(5) | global_tokens | random_blocks(1, 4)),
     ]
+    positions = draw_vectors(sinusoid(torch.arange(128), 64, Sinusoid()), "sinusoidal positions")
     paths = (
         save_overview(folder / "overview.png"),
-        save_masks(masks, 32, folder / "masks.png"),
-        save_positions(128, 64, folder / "positions.png"),
+        save_figure(draw_masks(masks, 32), folder / "masks.png"),
+        save_figure(positions, folder / "positions.png"),
     )
     return [str(path) for path in paths]
 
@@ -229,18 +233,11 @@ def save_pictures(folder: Path) -> list[str]:
 def _print_families(result: dict[str, Any]) -> None:
     echo("Every family is built from one block. Parameters are counted from the configuration; a toy model is run.\n")
     columns = ("preset", "family", "parameters", "", "as built", "toy output", "cached vs. full")
-    rows = [
-        (
-            row["preset"],
-            row["family"],
-            row["parameters"],
-            format_count(row["parameters"]),
-            row["equals_built"],
-            "×".join(map(str, row["toy_output"])),
-            "" if row["cached_difference"] is None else f"{row['cached_difference']:.1e}",
-        )
-        for row in result["families"]
-    ]
+    rows = []
+    for row in result["families"]:
+        counts = (row["parameters"], format_count(row["parameters"]), row["equals_built"])
+        difference = "" if row["cached_difference"] is None else f"{row['cached_difference']:.1e}"
+        rows.append((row["preset"], row["family"], *counts, "×".join(map(str, row["toy_output"])), difference))
     print_table(columns, rows)
     _print_diagrams()
     for picture in result["pictures"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from monoblock.cli.model_options import (
     device_option,
@@ -25,6 +25,7 @@ WITH_TEXT = ("attention", "heads", "lens", "norms")
 WITHOUT_TEXT = ("scores", "positions", "masks", "parameters", "coreference", "profile", "probes")
 PART_NAMES = (*WITH_TEXT, *WITHOUT_TEXT)
 DEFAULT_TEXT = "The animal didn't cross the street because it was too tired."
+SHOWN_ROWS = 24  # of a table; the page and --json have all
 HTML_SUFFIXES = (".html", ".htm")
 
 
@@ -182,13 +183,7 @@ def _print_report(parts: dict[str, Part]) -> None:
     for part in parts.values():
         for columns, rows in part.section.tables:
             echo(f"\n{part.section.title}\n{part.section.text}\n")
-            print_table(columns, _important(columns, rows))
+            more = [["…", *[None] * (len(columns) - 1)]] if len(rows) > SHOWN_ROWS else []
+            print_table(columns, [*rows[:SHOWN_ROWS], *more])
     if parts:
         echo()
-
-
-def _important(columns: Any, rows: Any, limit: int = 24) -> Any:
-    """Return the rows of a table, of many only the first; the page and --json have all."""
-    if len(rows) <= limit:
-        return rows
-    return [*rows[:limit], ["…" if index == 0 else None for index in range(len(columns))]]

@@ -107,14 +107,8 @@ def _list_presets() -> list[Record]:
     from monoblock.config.presets import PRESETS
 
     return [
-        {
-            "name": name,
-            "family": preset.config.family,
-            "parameters": preset.parameters,
-            "source": preset.source,
-            "hub": preset.hub,
-            "unverified": preset.unverified,
-        }
+        {"name": name, "family": preset.config.family}
+        | {key: getattr(preset, key) for key in ("parameters", "source", "hub", "unverified")}
         for name, preset in PRESETS.items()
     ]
 

@@ -157,7 +157,5 @@ def _print_warning(message: Warning | str, category: type[Warning], *place: obje
 
 def _handle_closed_pipe() -> int:
     """Return exit code 1 and print nothing, after the reader of stdout closed the pipe (`monoblock ls | head -1`)."""
-    import os
-
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1

@@ -18,7 +18,6 @@ from monoblock.errors import FileError
 if TYPE_CHECKING:
     from torch import nn
 
-    from monoblock.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_TEXT = "kjv"  # a corpus that needs no download
 MAX_TOKENS = 50_000
@@ -47,6 +46,7 @@ class Quantize:
         check_empty(self.out)
         is_file = self.data is not None and self.data.is_file()
         text, data = (str(self.data), None) if is_file else (self.text, self.data)
+        from monoblock.data.corpora.load import load_corpus
         from monoblock.interop.model_folder import ModelFolder, load_model
         from monoblock.model import Transformer
         from monoblock.quantization.convert import quantize
@@ -58,7 +58,8 @@ class Quantize:
         with contextlib.suppress(FileError):  # a tokenizer that cannot be read is copied, too
             tokenizer = folder.tokenizer if folder.has_tokenizer else None
         if is_language_model and tokenizer is not None:
-            documents = encode_text(tokenizer, text, resolve_data_folder(data))
+            corpus = load_corpus(text, "all" if Path(text).is_file() else "valid", folder=resolve_data_folder(data))
+            documents = tokenizer.encode_batch(list(corpus.texts()))
         options: dict[str, Any] = {"bits": int(self.bits), "group": self.group, "table_bits": int(self.table_bits)}
         options["activation_bits"] = int(self.activation_bits)
         after = quantize(before, **options, progress=_progress_callback("quantizing"))
@@ -96,14 +97,6 @@ def _progress_callback(action: str) -> Callable[..., None]:
             echo(f"{action} {10 * tenth} %", err=True)
 
     return report
-
-
-def encode_text(tokenizer: Tokenizer, text: str, data: Path | None) -> list[list[int]]:
-    """Encode a text file, or the validation split of the corpus named `text`, as one list of ids per document."""
-    from monoblock.data.corpora.load import load_corpus
-
-    split = "all" if Path(text).is_file() else "valid"
-    return tokenizer.encode_batch(list(load_corpus(text, split, folder=data).texts()))  # type: ignore[arg-type]
 
 
 def state_dict_bytes(model: nn.Module) -> int:

@@ -48,11 +48,14 @@ class Train:
     def run(self) -> int | None:
         if self.nnodes > 1:  # before torch is imported: without this, it prints the stack if a machine is lost
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        from monoblock.runs.recipe import read_recipe
+        from monoblock.runs.recipe import read_recipe, task_of_recipe
 
         recipe = read_recipe(self.recipe, self.overrides)
         if self.dry_run:
-            _check_model(recipe)
+            if "folder" not in recipe.model:  # where weights come from a folder, that is not read here
+                from monoblock.runs.build_data import expected_config
+
+                expected_config(recipe, task_of_recipe(recipe), None)  # raises ConfigError
             echo(recipe.to_toml(), nl=False)
             return None
         folder = self.out if self.out is not None else Path("runs") / recipe.name
@@ -118,15 +121,6 @@ def join_processes(recipe: Recipe) -> World:
     sizes = functools.partial(tensor_size, section.parallel, parallel.tensor)
     stages = functools.partial(pipeline_size, section.parallel, parallel.pipeline)
     return init_distributed(os.environ, section.device, sizes, parallel.timeout, stages)
-
-
-def _check_model(recipe: Recipe) -> None:
-    """Raise ConfigError if the model of a recipe cannot be built; a model that starts from a folder is not read."""
-    from monoblock.runs.build_data import expected_config
-    from monoblock.runs.recipe import task_of_recipe
-
-    if "folder" not in recipe.model:
-        expected_config(recipe, task_of_recipe(recipe), None)
 
 
 def _list_unchanged(recipe: str, overrides: tuple[str, ...], resolved: Recipe) -> list[str]:

@@ -26,7 +26,6 @@ from monoblock.errors import ConfigError, InputError
 if TYPE_CHECKING:
     from monoblock.runs.pipeline import Pipeline
     from monoblock.tasks.loaded_model import Hypothesis
-    from monoblock.tasks.word_frequencies import WordFrequencies
 
 SCORE_DECIMALS = 4  # the digits that do not depend on the batch size
 RERANKED_HYPOTHESES = 5  # with --words, the best of this many hypotheses per line is printed
@@ -58,6 +57,8 @@ class Translate:
     as_json: bool = json_option("Print one JSON object per line.")
 
     def run(self) -> None:
+        from monoblock.tasks.word_frequencies import WordFrequencies
+
         pipe = load_pipeline(self.model, self.device, self.dtype, force=self.force, ensemble=self.ensemble)
         resolve_settings(pipe, self.decoding)
         if pipe.model.encoder is None:
@@ -65,7 +66,7 @@ class Translate:
             raise ConfigError(
                 f"{self.model} is not an encoder-decoder, so it cannot translate; use monoblock generate {name}"
             )
-        frequencies = self._read_words()
+        frequencies = None if self.words is None else WordFrequencies.read(self.words)
         truncated = 0
         for first, sources in chunk_lines(read_lines([self.text] if self.text is not None else ())):
             for source, hypotheses in zip(sources, self._translate_lines(pipe, sources, first), strict=True):
@@ -77,11 +78,6 @@ class Translate:
             echo(f"warning: {truncated} targets were cut off at the length limit; raise --max-new-tokens", err=True)
         if self.text is not None:
             suggest_next(f"evaluate {shlex.quote(self.model)} DATA")
-
-    def _read_words(self) -> WordFrequencies | None:
-        from monoblock.tasks.word_frequencies import WordFrequencies
-
-        return None if self.words is None else WordFrequencies.read(self.words)
 
     def _translate_lines(self, pipe: Pipeline, lines: list[str], first: int) -> list[list[Hypothesis]]:
         from monoblock.tasks.loaded_model import Hypothesis

@@ -24,18 +24,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
 from monoblock.cli.output import echo
 from monoblock.config.schema import union_members
 from monoblock.errors import ConfigError
-
-
-class Verb(Protocol):
-    def run(self) -> int | None:
-        """Run the verb, and return the exit code; None is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +94,10 @@ class Count(click.ParamType):
         return int(number)
 
 
-def build_command(name: str, verb: type[Verb]) -> click.Command:
+def build_command(name: str, verb: type[Any]) -> click.Command:
     """Build the command that makes an object of the dataclass from the words of the command line, and runs it."""
-    groups = {item.name: item.metadata["group"] for item in _fields(verb) if "group" in item.metadata}
-    single = {item.name: item.metadata["option"] for item in _fields(verb) if "option" in item.metadata}
+    groups = {item.name: item.metadata["group"] for item in dataclasses.fields(verb) if "group" in item.metadata}
+    single = {item.name: item.metadata["option"] for item in dataclasses.fields(verb) if "option" in item.metadata}
 
     def callback(**values: Any) -> int | None:
         for group, options in groups.items():
@@ -134,7 +129,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def build_group(name: str, verbs: Mapping[str, type[Verb]], about: str) -> click.Group:
+def build_group(name: str, verbs: Mapping[str, type[Any]], about: str) -> click.Group:
     """Build a command with commands of its own."""
 
     @click.pass_context
@@ -148,13 +143,9 @@ def build_group(name: str, verbs: Mapping[str, type[Verb]], about: str) -> click
     )
 
 
-def _fields(verb: type[Verb]) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(verb)  # type: ignore[arg-type]
-
-
-def _build_parameters(verb: type[Verb]) -> Iterator[click.Parameter]:
+def _build_parameters(verb: type[Any]) -> Iterator[click.Parameter]:
     hints = get_type_hints(verb)
-    for item in _fields(verb):
+    for item in dataclasses.fields(verb):
         if "group" in item.metadata:
             for name, (hint, about) in item.metadata["group"].items():
                 yield _build_option(name, hint, None, about)

@@ -28,16 +28,11 @@ EMPTY, SELF, ENCODER, CROSS = "#eef0f3", "#2f6fb3", "#3f9b7a", "#e08a2e"  # colo
 TEXT, QUIET = "#1c2430", "#5b6675"
 
 
-def save_masks(masks: Sequence[tuple[str, Mask]], length: int, path: Path) -> Path:
-    """Draw masks over `length` tokens side by side; `masks` are (title, mask) pairs.
+def draw_masks(masks: Sequence[tuple[str, Mask]], length: int, *, note: str = "") -> Any:
+    """Draw masks over `length` tokens side by side; `masks` are (title, mask) pairs, and `note` follows the legend.
 
     A cell is dark where a query (row) may attend to a key (column).
     """
-    return save_figure(draw_masks(masks, length), path)
-
-
-def draw_masks(masks: Sequence[tuple[str, Mask]], length: int, *, note: str = "") -> Any:
-    """Draw masks as `save_masks` does, and return the figure; `note` follows the legend."""
     figure = create_figure((3.0 * len(masks) + 0.6, 4.1))
     axes = figure.subplots(1, len(masks), squeeze=False)[0]
     positions = arange_positions(length)

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from monoblock.config.model import Sinusoid
-from monoblock.nn.positions import sinusoid
 from monoblock.plots.curves import COLORS, STYLES
-from monoblock.plots.figure import create_figure, save_figure
+from monoblock.plots.figure import create_figure
 
 SIGNED_COLORS = "PuOr"  # orange and purple are told apart by the colour-blind
 MAX_HANDS = 6  # frequencies and positions that are drawn as hands
 MAX_BARS = 128  # components of a vector
-
-
-def save_positions(length: int, width: int, path: Path) -> Path:
-    """Draw sinusoidal positions (Vaswani et al. 2017), and the cosine similarity of two positions by their distance."""
-    encoding = sinusoid(torch.arange(length), width, Sinusoid())
-    return save_figure(draw_vectors(encoding, "sinusoidal positions"), path)
 
 
 def draw_vectors(vectors: Tensor, title: str, *, bar_position: int | None = None) -> Any:
