@@ -29,8 +29,8 @@ import monoblock as mb
 from monoblock.bench.generation import DEFAULT_RUNNERS, measure_runners
 from monoblock.cli.bench import print_report
 from monoblock.inference.engine import Engine
-from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import Settings
+from monoblock.inference.speculative import make_self_draft
 from monoblock.kernels.cpu.library import processor_name
 
 RESULTS = Path(__file__).with_name("results") / "decode-cpu.md"

@@ -9,12 +9,11 @@ from operator_support import use_kernels_for_toys
 from support import build_model, is_encoder_decoder, random_source, random_tokens, tiny_model
 
 import monoblock as mb
-from monoblock.inference import prepared_model, self_draft
+from monoblock.inference import prepared_model, speculative
 from monoblock.inference.engine import Engine
 from monoblock.inference.runners.cpu import CpuStack
-from monoblock.inference.self_draft import MAX_TOKENS
 from monoblock.inference.settings import Settings
-from monoblock.inference.speculative import DraftModel
+from monoblock.inference.speculative import MAX_CHECKED, DraftModel
 from monoblock.kernels.cpu import library
 from monoblock.quantization import packing
 
@@ -88,11 +87,11 @@ def test_a_draft_that_is_right_saves_steps_and_one_that_is_wrong_proposes_fewer_
 
 def test_the_copy_is_kept():
     model, ids = mb.optimize(gpt()), random_tokens(1, 5)
-    first = self_draft.make_self_draft(model, "8-bit").model
+    first = speculative.make_self_draft(model, "8-bit").model
     assert first.bits == 8
     model.generate(ids, draft="8-bit", max_new_tokens=3)
-    assert self_draft.make_self_draft(model, "8-bit").model is first
-    assert self_draft.make_self_draft(model, "4-bit").model.bits == 4
+    assert speculative.make_self_draft(model, "8-bit").model is first
+    assert speculative.make_self_draft(model, "4-bit").model.bits == 4
 
 
 def test_a_plain_model_has_no_copy():
@@ -121,7 +120,7 @@ def test_proposals_are_checked_by_the_operator_that_takes_single_steps(rows, mon
         steps += 1
     sizes = [size for stack, size in taken if stack is engine.model.model.decoder.cpu_stack]
     assert len(sizes) == steps
-    assert 1 < max(sizes) <= MAX_TOKENS // rows
+    assert 1 < max(sizes) <= MAX_CHECKED // rows
 
 
 def decode(engine, ids, **options):
@@ -185,8 +184,8 @@ def test_a_stream_gives_the_same_text():
 def test_without_a_compiler_the_model_decodes_alone(monkeypatch):
     model, ids = mb.optimize(gpt()), random_tokens(1, 5)
     alone = model.generate(ids)
-    monkeypatch.setattr(self_draft, "load_kernels", lambda: library.KernelStatus(False, "no compiler"))
-    assert self_draft.make_self_draft(model, "8-bit") is None
+    monkeypatch.setattr(speculative, "load_kernels", lambda: library.KernelStatus(False, "no compiler"))
+    assert speculative.make_self_draft(model, "8-bit") is None
     assert torch.equal(model.generate(ids, draft="8-bit"), alone)
 
 
@@ -241,7 +240,7 @@ def test_threads_build_one_quantized_copy(monkeypatch):
 
     def build(_):
         barrier.wait()
-        return self_draft.make_self_draft(model, "8-bit")
+        return speculative.make_self_draft(model, "8-bit")
 
     monkeypatch.setattr(prepared_model, "quantize", count)
     with ThreadPoolExecutor(4) as pool:

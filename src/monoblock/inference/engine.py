@@ -51,9 +51,8 @@ from monoblock.inference.scheduler import (
     pages_of,
     parse_prompt,
 )
-from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import Settings, check_count
-from monoblock.inference.speculative import Proposer
+from monoblock.inference.speculative import Proposer, make_self_draft
 from monoblock.inference.streaming_text import StreamingText
 from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.tap import Tap
@@ -679,11 +678,10 @@ class Engine:
         last = iter(searches.last_tokens)
         for index, request in enumerate(group.requests):
             tokens = [[*request.rows[origin].tokens, next(last)] for origin in origins[request]]
-            digests = [[*request.rows[origin].digests] for origin in origins[request]]
             if searches.is_done[index]:
                 outputs += self._beam_outputs(request, searches.best_hypotheses(index))
-            for row, own, own_digests in zip(request.rows, tokens, digests, strict=True):
-                row.tokens, row.digests = own, own_digests
+            for row, own in zip(request.rows, tokens, strict=True):
+                row.tokens = own
                 row.finish_reason = "stop" if searches.is_done[index] else None
             places = [row.place for row in request.rows]
             numbers += places

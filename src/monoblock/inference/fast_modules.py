@@ -247,7 +247,7 @@ class FastAttention(Attention):
             if isinstance(layer_cache, LayerCache):
                 assert cache_write is not None
                 k, v = layer_cache.update(k, v, cache_write)
-            elif layer_cache is not None:
+            elif layer_cache is not None and stored is None:
                 layer_cache.fill(k, v)
             heads = self.attend(q, k, v, context).transpose(1, 2).flatten(2)
         return multiply(self.output, Activations(heads), residual, next_norm)

@@ -15,12 +15,11 @@ from monoblock.inference.engine import MAX_BURST, Engine
 from monoblock.inference.fast_modules import MIN_NATIVE_WEIGHTS
 from monoblock.inference.pages import default_max_rows
 from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
-from monoblock.inference.runners.plain import evaluation_mode
+from monoblock.inference.runners.plain import evaluation_mode, run_texts
 from monoblock.inference.sampler import score_tokens
 from monoblock.inference.scheduler import Prompt, RequestOutput, pad_right, parse_prompt
-from monoblock.inference.self_draft import make_self_draft
 from monoblock.inference.settings import NO_DRAFT_WITH_BEAMS, Settings, check_count, parse_settings, split_seeds
-from monoblock.inference.speculative import DraftModel, PromptLookup, Proposer
+from monoblock.inference.speculative import DraftModel, PromptLookup, Proposer, make_self_draft
 from monoblock.inference.supported_models import reason_not_to_optimize
 from monoblock.nn.generation_options import GeneratedTokens, ModelOptions, TokenRows
 from monoblock.nn.tap import Tap
@@ -269,15 +268,12 @@ def score_texts(
 
 
 def _score_rows(model: Any, rows: Sequence[tuple[Prompt, Sequence[int]]], tap: Tap | None) -> list[list[float]]:
-    ids, mask = pad_right([(*prompt.ids, *tokens[:-1]) for prompt, tokens in rows], model.device)
+    texts = [Prompt((*prompt.ids, *tokens[:-1]), prompt.source) for prompt, tokens in rows]
     # The logits at the last token of the prompt predict the first new token.
     starts = torch.tensor([[len(prompt.ids) - 1] for prompt, _ in rows], device=model.device)
     count = max(1, *(len(tokens) for _, tokens in rows))
-    at = (starts + torch.arange(count, device=model.device)).clamp(max=ids.shape[1] - 1)
-    if model.encoder is None:
-        logits = model(ids, mask, logits_at=at, tap=tap)
-    else:
-        source, source_mask = pad_right([prompt.source or () for prompt, _ in rows], model.device)
-        logits = model(source, ids, source_mask, mask, logits_at=at, tap=tap)
+    longest = max(len(text.ids) for text in texts)
+    at = (starts + torch.arange(count, device=model.device)).clamp(max=longest - 1)
+    logits = run_texts(model, texts, logits_at=at, tap=tap)
     pairs = zip(logits, (tokens for _, tokens in rows), strict=True)
     return [[one.logprob for one in score_tokens(own[: len(tokens)], tokens)] for own, tokens in pairs]

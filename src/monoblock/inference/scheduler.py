@@ -535,7 +535,9 @@ class Scheduler:
         is_read = request.settings.score_prompt or request.variant.capture  # every token has to be run
         if not self.reuses_prefixes or is_read or not self.pages.page_of:
             return []
-        return self.pages.find(row.page_digests((len(row.tokens) - 1) // PAGE_SIZE))
+        # The beams of a search exchange their tokens, but not those of the prompt.
+        tokens = request.prompt.ids if request.is_beam_search else row.tokens
+        return self.pages.find(row.page_digests((len(tokens) - 1) // PAGE_SIZE))
 
     def _preempt(self, plan: Plan, requests: Sequence[Request]) -> Request:
         """Let the last of these running requests that have the lowest priority wait again, and return it."""
@@ -556,13 +558,14 @@ class Scheduler:
         self.pages.advance(numbers, counts)
         if not self.reuses_prefixes:
             return
-        ends = self.pages.lengths[numbers].tolist()
-        for row, number, count, end in zip(rows, numbers, counts, ends, strict=True):
-            first, last = (end - count) // PAGE_SIZE, end // PAGE_SIZE
+        ends = self.pages.lengths[numbers]
+        first, last = (ends - counts) // PAGE_SIZE, ends // PAGE_SIZE
+        for place in np.flatnonzero(first < last).tolist():
+            row = rows[place]
             if row.request.is_beam_search and row.request.is_started:
                 continue
-            for index in range(first, last):
-                self.pages.publish(number, index, row.page_digests(last)[index])
+            for index in range(first[place], last[place]):
+                self.pages.publish(numbers[place], index, row.page_digests(index + 1)[index])
 
 
 def pages_of(length: int) -> int:

@@ -7,6 +7,7 @@ that it often proposes the model's token if the two distributions are similar.
 
     DraftModel(small_model)   proposes with a second model of the same vocabulary, such as a quantized copy of the first
     PromptLookup()            proposes the tokens that followed when the last few tokens occurred before (Saxena 2023)
+    draft="8-bit"             in Settings: proposes with a quantized copy of the model, which mb.optimize makes
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from monoblock.inference.runners.plain import ModelRunner
 from monoblock.inference.sampler import Sampler
 from monoblock.inference.scheduler import ModelLimits, Request, Row, RowPass, limits_of
 from monoblock.inference.settings import check_count
+from monoblock.kernels.cpu.library import load_kernels
 from monoblock.nn.arguments import check_model
 from monoblock.nn.transformer import Transformer
 
+MAX_CHECKED = 8  # tokens of a self-draft that the CPU operator checks in one pass; one is the newest token
 MAX_DRAFT_ROWS = 512
 MAX_DRAFT_PAGES = 1 << 16
 
@@ -198,3 +201,27 @@ class DraftModel(Proposer):
             self.accepted += sum(count for _, count in tried)
             mean = sum(count for _, count in tried) // len(tried)
             self.num_proposals = min(self.max_proposals, max(1, 2 * mean + 1))
+
+
+def make_self_draft(model: GenerativeModel, kind: str) -> DraftModel | None:
+    """Return the quantized copy of a model as a draft model; `kind` is "8-bit" or "4-bit".
+
+    On a CPU the copy is several times faster than the model, and almost all tokens that it proposes are accepted.  It
+    takes a quarter of the memory of the weights (an eighth with 4 bits) and is freed with the optimized model.
+
+    Return None if it would be no faster, because there is no C++ compiler.
+    """
+    if isinstance(model, Transformer):
+        raise InputError(f"draft={kind!r} is a copy that mb.optimize makes; write mb.optimize(model).generate(…)")
+    if model.bits is not None:
+        raise InputError(
+            f"this model is quantized to {model.bits} bits already, so a quantized copy would be no faster; "
+            f"leave out draft={kind!r}"
+        )
+    if model.device.type != "cpu":
+        raise InputError(
+            f"draft={kind!r} makes decoding faster only on a CPU, but the model is on {model.device}; leave it out"
+        )
+    if not load_kernels().is_ready:
+        return None
+    return DraftModel(model.draft(kind), MAX_CHECKED - 1, max_checked=MAX_CHECKED)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from monoblock.errors import InputError
 from monoblock.inference.pages import PageCopies, Pages
 from monoblock.inference.runners.cpu import MAX_TOKENS
-from monoblock.inference.scheduler import PLAIN, Edit, Request, Row, RowPass, Variant, pad_right
+from monoblock.inference.scheduler import PLAIN, Edit, Prompt, Request, Row, RowPass, Variant, pad_right
 from monoblock.kernels.cpu import onednn
 from monoblock.nn.attention import Attention
 from monoblock.nn.paged_cache import PagedCache, PagedRows
@@ -111,6 +111,7 @@ class ModelRunner:
         has_kernels = getattr(model.decoder, "cpu_stack", None) is not None
         self.cache = PagedCache(model.decoder.config, self.device, has_kernels=has_kernels)
         self.unencoded: set[int] = set()  # numbers of sources that the next pass of the modules encodes
+        self.last_sources: tuple[list[int], Any] = [], []  # of the last pass: the requests and what has been read
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -131,6 +132,7 @@ class ModelRunner:
     def encode(self, requests: Sequence[Request]) -> None:
         """Encode sources, or let the next pass do it: modules such as sharded ones work in `forward` only."""
         self.make_room()
+        self.last_sources = [], []
         key = id if self.exact else lambda request: _variant_key(request, request.variant)
         for group in _group(requests, key):
             model = self.model_of(group[0].variant)
@@ -216,17 +218,15 @@ class ModelRunner:
     def run_model(self, model: Transformer, passes: Sequence[RowPass], tap: Tap | None) -> Tensor:
         encodes = bool(self.unencoded) and any(map(self._is_unencoded, passes))
         rows = self.make_rows(passes, encodes=encodes)
-        tokens, mask = pad_right([one.tokens for one in passes], self.device)
         at, wanted = _logits_at(passes, self.device)
         options: dict[str, Any] = {"cache": rows, "logits_at": at, "tap": tap}
-        if rows.source_tables is None:
-            logits = model(tokens, mask, **options)
-        elif encodes:
-            source, source_mask = pad_right([one.row.request.prompt.source or () for one in passes], self.device)
-            logits = model(source, tokens, source_mask, mask, **options)
-            self.unencoded -= {one.row.request.source_place for one in passes}
+        if rows.source_tables is None or encodes:
+            logits = run_texts(model, _texts(passes), **options)
         else:
+            tokens, mask = pad_right([one.tokens for one in passes], self.device)
             logits = model(None, tokens, target_mask=mask, **options)
+        if encodes:
+            self.unencoded -= {one.row.request.source_place for one in passes}
         return logits[:, -1] if wanted is None else logits[wanted]
 
     def make_rows(self, passes: Sequence[RowPass], *, encodes: bool = False) -> PagedRows:
@@ -238,7 +238,13 @@ class ModelRunner:
         requests = [one.row.request for one in passes]
         sources = self._tables(self.sources, [request.source_place for request in requests])
         lengths = [len(request.prompt.source or ()) for request in requests]
-        return PagedRows(self.cache, tables, starts, counts, sources, lengths, encodes=encodes)
+        rows = PagedRows(self.cache, tables, starts, counts, sources, lengths, encodes=encodes)
+        if self.device.type == "cpu" and not encodes:  # the next pass is often over the same rows
+            ids = [request.id for request in requests]
+            if ids != self.last_sources[0]:
+                self.last_sources = ids, rows.cross_layers
+            rows.cross_layers = self.last_sources[1]
+        return rows
 
     def _tables(self, pages: Pages, numbers: Sequence[int]) -> Tensor:
         width = int(pages.num_pages[numbers].max())
@@ -259,13 +265,8 @@ class UncachedRunner(ModelRunner):
 
     def run_model(self, model: Transformer, passes: Sequence[RowPass], tap: Tap | None) -> Tensor:
         whole = [one._replace(tokens=[*one.row.tokens[: one.start], *one.tokens], start=0) for one in passes]
-        tokens, mask = pad_right([one.tokens for one in whole], self.device)
         at, wanted = _logits_at(whole, self.device)
-        if model.encoder is None:
-            logits = model(tokens, mask, logits_at=at, tap=tap)
-        else:
-            source, source_mask = pad_right([one.row.request.prompt.source or () for one in passes], self.device)
-            logits = model(source, tokens, source_mask, mask, logits_at=at, tap=tap)
+        logits = run_texts(model, _texts(whole), logits_at=at, tap=tap)
         return logits[:, -1] if wanted is None else logits[wanted]
 
 
@@ -299,6 +300,19 @@ def mean_log_probs(logits: Sequence[Tensor]) -> Tensor:
     Normalized, it is the geometric mean of the probabilities.
     """
     return torch.stack([one.float().log_softmax(-1) for one in logits]).mean(0).log_softmax(-1)
+
+
+def run_texts(model: Any, texts: Sequence[Prompt], **options: Any) -> Tensor:
+    """Run a model over whole texts: their tokens and, if it has an encoder, their sources."""
+    tokens, mask = pad_right([text.ids for text in texts], model.device)
+    if model.encoder is None:
+        return model(tokens, mask, **options)  # type: ignore[no-any-return]
+    source, source_mask = pad_right([text.source or () for text in texts], model.device)
+    return model(source, tokens, source_mask, mask, **options)  # type: ignore[no-any-return]
+
+
+def _texts(passes: Sequence[RowPass]) -> list[Prompt]:
+    return [Prompt(tuple(one.tokens), one.row.request.prompt.source) for one in passes]
 
 
 # -- groups of rows -------------------------------------------------------------------------------------------------
