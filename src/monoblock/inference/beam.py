@@ -88,6 +88,7 @@ class BeamSearches:
         self.device = torch.device(device)
         # Every call replaces these values and changes none of them, so that a snapshot need not copy them.
         self.settings: tuple[Settings, ...] = ()
+        self.requests: tuple[Any, ...] = ()  # whatever `add` was given
         self.max_new_tokens: tuple[int, ...] = ()
         self.lengths: list[int] = []
         self.is_done: list[bool] = []
@@ -99,25 +100,31 @@ class BeamSearches:
     def __len__(self) -> int:
         return len(self.settings)
 
-    def add(self, settings: Settings, max_new_tokens: int) -> None:
+    def add(self, settings: Settings, max_new_tokens: int, request: Any = None) -> None:
         """Append a search that ends after `max_new_tokens`, whatever its settings say of them."""
-        self.extend([settings], [max_new_tokens])
+        self.extend([settings], [max_new_tokens], [request])
 
-    def extend(self, settings: Sequence[Settings], max_new_tokens: Sequence[int]) -> None:
+    def extend(
+        self, settings: Sequence[Settings], max_new_tokens: Sequence[int], requests: Sequence[Any] | None = None
+    ) -> None:
         """Append several searches."""
         count = len(settings)
         self.settings, self.max_new_tokens = (*self.settings, *settings), (*self.max_new_tokens, *max_new_tokens)
+        self.requests = (*self.requests, *(requests or [None] * count))
         self.lengths, self.is_done = [*self.lengths, *[0] * count], [*self.is_done, *[False] * count]
         self.last_tokens = [*self.last_tokens, *[0] * (count * self.num_beams)]
         self.options = None
 
     def keep(self, indices: Sequence[int]) -> None:
         """Keep only the searches with these indices, in this order."""
+        if list(indices) == list(range(len(self))):
+            return
         state, options = self.pack(self._capacity())
         index, n = torch.tensor(indices, dtype=torch.long, device=self.device), self.num_beams
         self.state = BeamState(*(field.index_select(0, index) for field in state))
         self.options = BeamOptions(*(field.index_select(0, index) for field in options))
         self.settings = tuple(self.settings[i] for i in indices)
+        self.requests = tuple(self.requests[i] for i in indices)
         self.max_new_tokens = tuple(self.max_new_tokens[i] for i in indices)
         self.lengths, self.is_done = [self.lengths[i] for i in indices], [self.is_done[i] for i in indices]
         self.last_tokens = [token for i in indices for token in self.last_tokens[i * n : (i + 1) * n]]

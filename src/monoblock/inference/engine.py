@@ -15,6 +15,7 @@ together in recorded steps (runners/cuda_search.py).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -64,23 +65,6 @@ GREEDY = Settings()
 DRAFT_NEEDS_CACHE = "speculative decoding needs the key/value cache; write use_cache=True, or leave out the draft"
 NO_DRAFT_WITH_ENSEMBLE = "speculative decoding takes a single model; leave out the draft or the ensemble"
 MAX_BURST = 16  # steps that a GPU runs before tokens are read: after an end token, the rest is in vain
-
-
-@dataclass
-class BeamGroup:
-    """Requests whose beams advance together."""
-
-    searches: BeamSearches
-    requests: list[Request]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.requests[0].settings.num_beams, self.requests[0].settings.num_beam_groups
-
-    def keep(self, requests: list[Request]) -> None:
-        if len(requests) < len(self.requests):
-            self.searches.keep([self.requests.index(request) for request in requests])
-            self.requests = requests
 
 
 @dataclass
@@ -218,7 +202,7 @@ class Engine:
         self.sampler = Sampler(self.limits.device)
         self.proposer, self.adapters, self.tokenizer = proposer, dict(adapters or {}), tokenizer
         self.drafts: dict[str, Proposer] = {}  # of requests with Settings.draft, by kind
-        self.beams: list[BeamGroup] = []
+        self.beams: list[BeamSearches] = []  # those of one shape that have begun together, or caught up
         self.texts: dict[Row, StreamingText] = {}  # of rows with stop strings
         self.unencoded: list[Request] = []  # admitted, but their sources are not encoded yet
         self.copies: list[PageCopies] = []  # of pages, to be made before the next pass
@@ -335,9 +319,9 @@ class Engine:
     def _end(self, requests: Sequence[Request]) -> None:
         """Give back everything that these requests have."""
         self.unencoded = [one for one in self.unencoded if one not in requests]
-        for group in self.beams:
-            group.keep([one for one in group.requests if one not in requests])
-        self.beams = [group for group in self.beams if group.requests]
+        for searches in self.beams:
+            searches.keep([index for index, one in enumerate(searches.requests) if one not in requests])
+        self.beams = [searches for searches in self.beams if len(searches)]
         for request in requests:
             self.scheduler.drop(request)
             for proposer in (self.proposer, *self.drafts.values()):
@@ -528,42 +512,38 @@ class Engine:
         """Advance the searches of these requests by one token."""
         for request in requests:
             if not request.is_started:
-                self._group_of(request, requests)
-        for group in list(self.beams):
-            ready = [request for request in group.requests if request in requests]
-            if not ready:
+                self._begin_search(request, requests)
+        for searches in list(self.beams):
+            is_ready = [request in requests for request in searches.requests]
+            if not any(is_ready):
                 continue
-            if len(ready) < len(group.requests):  # the others wait for pages
-                other = BeamGroup(BeamSearches(*group.shape, self.limits.device), group.requests)
-                other.searches.restore(group.searches.snapshot())
-                other.keep([request for request in group.requests if request not in ready])
-                group.keep(ready)
-                self.beams.append(other)
-            rows = [row for request in group.requests for row in request.rows]
+            if not all(is_ready):  # the others wait for pages
+                self.beams.append(copy.copy(searches))
+                self.beams[-1].keep([index for index, ready in enumerate(is_ready) if not ready])
+                searches.keep([index for index, ready in enumerate(is_ready) if ready])
+            rows = [row for request in searches.requests for row in request.rows]
             seen = _take_rows(logits, [place[row] for row in rows]).float()
             filters = self.sampler.filters_of(rows)
-            counts = [length for length in group.searches.lengths for _ in range(group.searches.num_beams)]
+            counts = [length for length in searches.lengths for _ in range(searches.num_beams)]
             suppressed = filters.suppressed_tokens(counts)
-            if suppressed is not None and group.requests[0].settings.num_beam_groups == 1:
-                origins = group.searches.advance(seen, suppressed)
+            if suppressed is not None and searches.groups == 1:
+                origins = searches.advance(seen, suppressed)
             else:
                 log_probs, failed = self.sampler.constrain(rows, seen.log_softmax(-1))
                 choice.failed |= {rows[index].request: problem for index, problem in failed.items()}
-                origins = group.searches.advance(log_probs, normalized=True)
-            choice.origins |= dict(zip(group.requests, origins.tolist(), strict=True))
+                origins = searches.advance(log_probs, normalized=True)
+            choice.origins |= dict(zip(searches.requests, origins.tolist(), strict=True))
 
-    def _group_of(self, request: Request, ready: list[Request]) -> None:
-        """Add the search of a request to a group that advances in this step."""
-        settings = request.settings
-        shape = settings.num_beams, settings.num_beam_groups
-        for group in self.beams:
-            if group.shape == shape and all(one in ready for one in group.requests):
+    def _begin_search(self, request: Request, ready: list[Request]) -> None:
+        """Add the search of a request to those of its shape that advance in this step."""
+        shape = request.settings.num_beams, request.settings.num_beam_groups
+        for searches in self.beams:
+            if (searches.num_beams, searches.groups) == shape and all(one in ready for one in searches.requests):
                 break
         else:
-            group = BeamGroup(BeamSearches(*shape, self.limits.device), [])
-            self.beams.append(group)
-        group.searches.add(settings, request.token_budget)
-        group.requests.append(request)
+            searches = BeamSearches(*shape, self.limits.device)
+            self.beams.append(searches)
+        searches.add(request.settings, request.token_budget, request)
 
     def _run_searches(self) -> dict[Request, list[BeamHypothesis]]:
         """Run some recorded steps of searches without pages; return the best hypotheses of those that have ended.
@@ -614,9 +594,9 @@ class Engine:
             request = one.row.request
             if not request.is_started and (one.row in events or request in choice.origins):
                 self._begin(request)
-        for group in self.beams:
-            if group.requests[0] in choice.origins:
-                outputs += self._regroup(group, choice.origins)
+        for searches in self.beams:
+            if searches.requests[0] in choice.origins:
+                outputs += self._regroup(searches, choice.origins)
         self._end([request for request in choice.origins if request.is_done and request not in choice.failed])
         for one in passes if choice.captured else ():
             if one.row in choice.captured and one.row not in events:
@@ -672,11 +652,11 @@ class Engine:
             if row.number is None:
                 row.number = self.pages.fork(request.rows[0].place)
 
-    def _regroup(self, group: BeamGroup, origins: Mapping[Request, Sequence[int]]) -> list[RequestOutput]:
+    def _regroup(self, searches: BeamSearches, origins: Mapping[Request, Sequence[int]]) -> list[RequestOutput]:
         """Let the rows of requests continue the beams that their searches have chosen."""
-        outputs, numbers, continued, searches = list[RequestOutput](), list[int](), list[int](), group.searches
+        outputs, numbers, continued = list[RequestOutput](), list[int](), list[int]()
         last = iter(searches.last_tokens)
-        for index, request in enumerate(group.requests):
+        for index, request in enumerate(searches.requests):
             tokens = [[*request.rows[origin].tokens, next(last)] for origin in origins[request]]
             if searches.is_done[index]:
                 outputs += self._beam_outputs(request, searches.best_hypotheses(index))
@@ -717,7 +697,7 @@ class Engine:
         requests = [*scheduler.running, *(one for one in scheduler.waiting if one.is_started)]
         rows = [(row, vars(row).copy(), len(row.tokens)) for request in requests for row in request.rows]
         texts = [(row, text, {**vars(text), "ids": [*text.ids]}) for row, text in self.texts.items()]
-        beams = [(group, group.searches.snapshot(), [*group.requests]) for group in self.beams]
+        beams = [(searches, searches.snapshot()) for searches in self.beams]
         own = [(request, vars(request).copy(), len(request.prompt_scores)) for request in requests]
         lists = [*scheduler.waiting], [*scheduler.running], [*scheduler.searching], [*self.unencoded], [*self.copies]
         return self.pages.save(), self.sources.save(), lists, rows, own, texts, beams
@@ -738,7 +718,6 @@ class Engine:
         self.texts = {row: text for row, text, _ in texts}
         for _, text, values in texts:
             vars(text).update(values)
-        self.beams = [group for group, _, _ in beams]
-        for group, state, requests in beams:
-            group.searches.restore(state)
-            group.requests = requests
+        self.beams = [searches for searches, _ in beams]
+        for searches, state in beams:
+            searches.restore(state)
