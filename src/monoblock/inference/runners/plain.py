@@ -306,9 +306,9 @@ def run_texts(model: Any, texts: Sequence[Prompt], **options: Any) -> Tensor:
     """Run a model over whole texts: their tokens and, if it has an encoder, their sources."""
     tokens, mask = pad_right([text.ids for text in texts], model.device)
     if model.encoder is None:
-        return model(tokens, mask, **options)  # type: ignore[no-any-return]
+        return model(tokens, mask, **options)
     source, source_mask = pad_right([text.source or () for text in texts], model.device)
-    return model(source, tokens, source_mask, mask, **options)  # type: ignore[no-any-return]
+    return model(source, tokens, source_mask, mask, **options)
 
 
 def _texts(passes: Sequence[RowPass]) -> list[Prompt]:
