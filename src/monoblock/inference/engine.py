@@ -348,7 +348,7 @@ class Engine:
         admitted.  A request that fails ends with the finish reason "error"; the others are not affected.  A step that
         is interrupted, as by Ctrl-C, is void: the next one goes on from the tokens returned before it.
         """
-        with self.runner.inference(), self._all_or_nothing():
+        with self._all_or_nothing(), self.runner.inference():
             plan = self.scheduler.plan()
             self.unencoded += plan.admitted
             self.copies.append(plan.copies)
