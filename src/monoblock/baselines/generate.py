@@ -236,7 +236,7 @@ def _shape(settings: Settings) -> tuple[int, int, int]:
 def _limits_of(model: Any) -> ModelLimits:
     config, has_encoder = model.config, model.encoder is not None
     source = config.vocab_sizes[0] if has_encoder else None  # of any length
-    return ModelLimits(config.family, model.device, config.vocab_sizes[-1], config.context, has_encoder, source, None)
+    return ModelLimits(model.device, config.vocab_sizes[-1], config.context, has_encoder, source, None)
 
 
 class TransformerRows:

@@ -164,7 +164,7 @@ class Engine:
         models = [model, *ensemble]
         plain = [one.plain if isinstance(one, PreparedModel) else one for one in models]
         for name, adapted in (adapters or {}).items():
-            if limits_of(adapted)[2:] != limits_of(plain[0])[2:]:
+            if limits_of(adapted)[1:] != limits_of(plain[0])[1:]:
                 raise InputError(f"the adapter {name!r} belongs to another model; give an adapted copy of this one")
         self.model, self.models = model, models
         self.is_exact = isinstance(model, PreparedModel) and model.exact

@@ -17,7 +17,7 @@ from monoblock.inference.pages import default_max_rows
 from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
 from monoblock.inference.runners.plain import evaluation_mode, run_texts
 from monoblock.inference.sampler import score_tokens
-from monoblock.inference.scheduler import Prompt, RequestOutput, pad_right, parse_prompt
+from monoblock.inference.scheduler import Prompt, RequestOutput, limits_of, pad_right, parse_prompt
 from monoblock.inference.settings import NO_DRAFT_WITH_BEAMS, Settings, check_count, parse_settings, split_seeds
 from monoblock.inference.speculative import DraftModel, PromptLookup, Proposer, make_self_draft
 from monoblock.inference.supported_models import reason_not_to_optimize
@@ -121,7 +121,7 @@ class GenerateCall:
 
     def make_engine(self, model: Any, *, longest: int, **options: Any) -> Any:
         """Make the engine, or what decodes a model in its own way, for prompts of at most `longest` tokens."""
-        capacity, context = longest + self.settings.max_new_tokens, self.model.config.context
+        capacity, context = longest + self.settings.max_new_tokens, limits_of(self.model).context
         capacity = capacity if context is None else min(capacity, context)
         max_rows = max(default_max_rows(self.model, capacity), self.settings.rows_per_prompt)
         waits = len(self.prompts) * self.settings.rows_per_prompt > max_rows  # else all prompts begin at once

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from monoblock.config.inputs import EmbeddingConfig
 from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.paged_cache import token_bytes
 from monoblock.nn.transformer import Transformer
@@ -280,8 +281,9 @@ def _free_bytes(device: torch.device) -> int:
 def row_bytes(model: Transformer, capacity: int) -> int:
     """Return an estimate of the memory of one row in bytes: its keys and values, and three copies of its logits."""
     assert model.decoder is not None
-    vocab: int = model.config.target_input.vocab  # type: ignore[union-attr]
-    return token_bytes(model.decoder.config, next(model.parameters()).element_size()) * capacity + 3 * 4 * vocab
+    target = model.config.input if model.config.target is None else model.config.target
+    assert isinstance(target, EmbeddingConfig)
+    return token_bytes(model.decoder.config, next(model.parameters()).element_size()) * capacity + 3 * 4 * target.vocab
 
 
 def default_num_pages(models: Sequence[Transformer], capacity: int, max_rows: int) -> int:

@@ -83,7 +83,6 @@ def _token_ids(ids: Sequence[int], name: str) -> tuple[int, ...]:
 class ModelLimits(NamedTuple):
     """What a model, or several that decode together, accept as a prompt."""
 
-    family: str  # such as "decoder-only", for error texts
     device: torch.device
     vocab_size: int
     context: int | None  # the most tokens of a sequence, None for no limit
@@ -95,17 +94,17 @@ class ModelLimits(NamedTuple):
 def limits_of(model: Transformer) -> ModelLimits:
     """Return the limits of a model that generates text."""
     check_model(model, Transformer, "Engine", also="what mb.optimize(model) returns")
-    config, has_encoder = model.config, model.encoder is not None
     if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
-        kind = with_article(config.family)
+        kind = with_article(model.config.family)
         raise InputError(f"{kind} model without a language-model head generates no text; use a model with one")
-    source_vocab_size = max_source = None
-    if has_encoder and isinstance(config.input, EmbeddingConfig):
-        source_vocab_size = config.input.vocab
-        max_source = config.input.context if isinstance(config.input.positions, Learned) else None
-    vocab_size: int = config.target_input.vocab  # type: ignore[union-attr]
-    limits = (vocab_size, config.context, has_encoder, source_vocab_size, max_source)
-    return ModelLimits(config.family, model.device, *limits)
+    source = model.config.input
+    target = source if model.config.target is None else model.config.target
+    assert isinstance(target, EmbeddingConfig)
+    limits = ModelLimits(model.device, target.vocab, target.context, model.encoder is not None, None, None)
+    if model.encoder is None or not isinstance(source, EmbeddingConfig):
+        return limits
+    max_source = source.context if isinstance(source.positions, Learned) else None
+    return limits._replace(source_vocab_size=source.vocab, max_source=max_source)
 
 
 def combine_limits(members: Sequence[ModelLimits]) -> ModelLimits:
@@ -143,7 +142,7 @@ def check_prompt(prompt: Prompt, limits: ModelLimits, capacity: int) -> None:
             if prompt.source is None
             else "has no encoder to read a source; leave out `source`"
         )
-        raise InputError(f"this {limits.family} model {what}")
+        raise InputError(f"this {'encoder-decoder' if limits.has_encoder else 'decoder-only'} model {what}")
     if prompt.source == ():
         raise InputError("the source is empty, so the encoder has nothing to read; give at least one token")
     if prompt.source is not None and limits.max_source is not None and len(prompt.source) > limits.max_source:
