@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from monoblock.config.inputs import EmbeddingConfig
+from monoblock.config.parts import EmbeddingConfig
 from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.paged_cache import token_bytes
 from monoblock.nn.transformer import Transformer
