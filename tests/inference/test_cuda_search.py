@@ -379,3 +379,11 @@ def test_a_request_of_higher_priority_takes_the_rows_of_a_search():
     assert ends[2] < ends[1]
     wanted = alone(model, SOURCES[0], SETTINGS)
     assert texts == {0: wanted, 1: wanted, 2: alone(model, SOURCES[0], urgent)}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_exact_engine_records_no_search(exact):
+    """What a recorded search computes depends on the sizes of its batch."""
+    engine = Engine(mb.optimize(tiny_model("gpt2"), exact=exact), capacity=26)
+    add(engine, SOURCES, SETTINGS)
+    assert all((request.search_shape is None) == exact for request in engine.scheduler.waiting)

@@ -255,7 +255,7 @@ class Engine:
             proposer.check_prompt(len(prompt.ids))
         if not self.busy and not self.keeps_prefixes:
             self.pages.forget()
-        if isinstance(self.runner, CudaRunner) and not self.runner.has_experts:
+        if isinstance(self.runner, CudaRunner) and not (self.runner.has_experts or self.is_exact):
             is_short = len(prompt.ids) <= (self.scheduler.chunk or MAX_STEP_TOKENS)
             request.search_shape = search_shape(request) if is_short else None
         self.scheduler.add(request)
