@@ -31,7 +31,7 @@ from torch import Tensor
 
 import monoblock
 from monoblock.runs.run_folder import has_run
-from monoblock.training import checkpoint, sharded_checkpoint
+from monoblock.training import checkpoint
 from monoblock.training.events import METRICS_FILE, read_metrics
 
 RESULTS = Path(__file__).parents[1] / "results" / "rank-kills.md"
@@ -216,7 +216,7 @@ def differences(actual: Path, expected: Path) -> list[str]:
     digests = [hashlib.sha256((folder / "model.safetensors").read_bytes()).digest() for folder in (actual, expected)]
     if digests[0] != digests[1]:
         found.append("the final models differ")
-    ends = [sharded_checkpoint.load(folder / f"checkpoints/step-{STEPS}").tensors for folder in (actual, expected)]
+    ends = [checkpoint.load(folder / f"checkpoints/step-{STEPS}").tensors for folder in (actual, expected)]
     for group, tensors in ends[1].items():
         different = [name for name, tensor in tensors.items() if not is_equal(tensor, ends[0][group][name])]
         found += [f"{group}: {len(different)} tensors differ, such as {different[0]}"] if different else []

@@ -10,9 +10,9 @@ from support import assert_near
 from monoblock.baselines.carried import CarriedLoss
 from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import RecurrentConfig
-from monoblock.data.batching.encode import IGNORE_INDEX
-from monoblock.data.batching.plans import ContiguousBatchPlan
-from monoblock.data.batching.shards import TokenDataset
+from monoblock.data.batches import ContiguousBatchPlan
+from monoblock.data.encode import IGNORE_INDEX
+from monoblock.data.token_folder import TokenDataset
 from monoblock.tasks.running_text import iterate_lanes
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from monoblock.data.preparation import prepare
+from monoblock.data import prepare
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 TEXT = "In the beginning was the word.\n" * 200

@@ -11,7 +11,7 @@ import torch
 
 import monoblock as mb
 from monoblock.cli.main import cli, run
-from monoblock.data.readers.labelled import read_conll
+from monoblock.data.readers.tables import read_conll
 
 SIZES = "width = 16\ndepth = 1\nheads = 2\n"
 RECIPE = (

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from monoblock.data.batching.blocks import NO_DOCUMENT, BlockDataset, evaluation_windows
-from monoblock.data.batching.shards import TokenDataset
+from monoblock.data.blocks import NO_DOCUMENT, BlockDataset, evaluation_windows
+from monoblock.data.token_folder import TokenDataset
 from monoblock.errors import InputError
 
 CONTEXT = 7

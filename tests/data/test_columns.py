@@ -5,9 +5,8 @@ import csv
 import pytest
 
 from monoblock.data.corpora.load import infer_corpus_kind, load_corpus
-from monoblock.data.readers.labelled import read_conll, read_labelled
-from monoblock.data.readers.pairs import read_pairs
 from monoblock.data.readers.records import LabelledText, Pair, TaggedSentence
+from monoblock.data.readers.tables import read_conll, read_labelled, read_pairs
 from monoblock.errors import FileError
 
 
@@ -148,7 +147,7 @@ def test_the_columns_of_a_csv_file_of_pairs_may_be_named_after_languages(write):
 
 
 def test_the_languages_are_those_of_iso_639():
-    from monoblock.data.readers.columns import names_language
+    from monoblock.data.readers.tables import names_language
 
     pycountry = pytest.importorskip("pycountry")
     for language in pycountry.languages:

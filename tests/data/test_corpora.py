@@ -16,7 +16,7 @@ from monoblock.data.corpora.bible import HELD_OUT_BOOKS, clean_verse
 from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint, load_corpus
 from monoblock.data.corpora.names import SCRIPT_BY_LANGUAGE
 from monoblock.data.corpora.punctuation import LABELS, restore_punctuation, strip_punctuation
-from monoblock.data.readers.holdout import Holdout
+from monoblock.data.readers.by_path import Holdout
 from monoblock.data.readers.records import LabelledText, Pair, TaggedSentence
 from monoblock.errors import FileError
 

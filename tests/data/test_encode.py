@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from monoblock.data.batching.encode import collate, encode_labelled, encode_pairs, encode_tagged
+from monoblock.data.encode import collate, encode_labelled, encode_pairs, encode_tagged
 from monoblock.data.readers.records import LabelledText, Pair, TaggedSentence
 from monoblock.errors import InputError
 

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from monoblock.data.fingerprint import fingerprint_rows
+from monoblock.data.corpora.load import fingerprint_rows
 from monoblock.data.readers.records import LabelledImage, LabelledText, Pair, TaggedSentence
 
 PIXELS = np.arange(12, dtype=np.float32).reshape(1, 3, 4) / 12

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from monoblock.data.corpora.load import load_corpus
-from monoblock.data.readers.holdout import Holdout, choose_held_out
+from monoblock.data.readers.by_path import Holdout, choose_held_out
 from monoblock.data.readers.records import LabelledImage, LabelledText, Pair, Question, TaggedSentence
 from monoblock.errors import ConfigError
 

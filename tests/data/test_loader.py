@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from monoblock.data.batching.blocks import BlockDataset
-from monoblock.data.batching.loader import BatchLoader
-from monoblock.data.batching.plans import FixedBatchPlan
-from monoblock.data.batching.shards import TokenDataset
+from monoblock.data.batches import BatchLoader, FixedBatchPlan
+from monoblock.data.blocks import BlockDataset
+from monoblock.data.token_folder import TokenDataset
 from monoblock.errors import FileError, InputError
 
 

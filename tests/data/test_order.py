@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from monoblock.data.batching.plans import PURPOSES, epoch_and_sample, permutation, random_uint64
+from monoblock.data.batches import PURPOSES, epoch_and_sample, permutation, random_uint64
 from monoblock.errors import InputError
 
 

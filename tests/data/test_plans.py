@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from monoblock.data.batching.plans import BatchIndices, BucketBatchPlan, FixedBatchPlan
+from monoblock.data.batches import BatchIndices, BucketBatchPlan, FixedBatchPlan
 from monoblock.errors import InputError
 
 

@@ -14,12 +14,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from monoblock.data.batching.manifest import MANIFEST_FILE, PROGRESS_FILE, read_manifest
-from monoblock.data.batching.shards import TokenDataset
-from monoblock.data.preparation import prepare
-from monoblock.data.preparation.parts import iterate_parts
-from monoblock.data.preparation.prepare import TokenizerPlan, lock_folder, prepare_tokens
-from monoblock.data.preparation.sources import find_sources
+from monoblock.data import prepare
+from monoblock.data.prepare import TokenizerPlan, lock_folder, prepare_tokens
+from monoblock.data.text_parts import find_sources, iterate_parts
+from monoblock.data.token_folder import MANIFEST_FILE, PROGRESS_FILE, TokenDataset, read_manifest
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.tokenizers.tokenizer import Tokenizer
 
@@ -102,7 +100,7 @@ def test_every_document_is_in_one_split(tmp_path, files, documents, tokenizer):
 
 
 def test_pieces_of_a_running_text_are_held_out(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("monoblock.data.preparation.encode_part.PIECE_LENGTH", 100)
+    monkeypatch.setattr("monoblock.data.prepare.PIECE_LENGTH", 100)
     (tmp_path / "a.txt").write_text(random_text(1))
     prepare_tokens([str(tmp_path / "a.txt")], tmp_path / "t", **options(tokenizer))
     train, valid = (read_documents(tmp_path / "t", split) for split in ("train", "valid"))
@@ -315,8 +313,8 @@ def test_bad_input_is_one_line_that_names_the_file(tmp_path, tokenizer, name, jo
 
 
 def test_a_line_that_is_too_long_is_an_error(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("monoblock.data.preparation.parts.MAX_LINE_BYTES", 5000)
-    monkeypatch.setattr("monoblock.data.preparation.parts.READ_BLOCK", 1000)
+    monkeypatch.setattr("monoblock.data.text_parts.MAX_LINE_BYTES", 5000)
+    monkeypatch.setattr("monoblock.data.text_parts.READ_BLOCK", 1000)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a" * 9000}) + "\n")
     with pytest.raises(FileError, match="a line of more than"):
         prepare_tokens([str(tmp_path / "a.jsonl")], tmp_path / "t", **options(tokenizer))

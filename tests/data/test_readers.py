@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from monoblock.data.readers.images import read_images
-from monoblock.data.readers.labelled import read_conll, read_labelled
-from monoblock.data.readers.pairs import read_aligned_pairs, read_pairs
 from monoblock.data.readers.records import LabelledText, Pair, TaggedSentence
-from monoblock.data.readers.text import read_documents, read_text, read_wikitext_articles
+from monoblock.data.readers.tables import read_aligned_pairs, read_conll, read_documents, read_labelled, read_pairs
+from monoblock.data.readers.text import read_text, read_wikitext_articles
 from monoblock.errors import FileError
 
 

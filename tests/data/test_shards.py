@@ -6,9 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from monoblock.data.batching.manifest import MANIFEST_FILE, read_manifest
-from monoblock.data.batching.shard_writer import write_shards
-from monoblock.data.batching.shards import TokenDataset
+from monoblock.data.token_folder import MANIFEST_FILE, TokenDataset, read_manifest, write_shards
 from monoblock.errors import FileError, InputError
 
 VOCAB = 101

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from monoblock.config.families import gpt, vaswani
-from monoblock.data.batching.shards import TokenDataset
+from monoblock.data.token_folder import TokenDataset
 from monoblock.errors import ConfigError
 from monoblock.experiments import translation as backtranslation
 from monoblock.experiments.attention import SparseOptions, jacobian_norm

@@ -19,7 +19,7 @@ SOURCE = Path(monoblock.__file__).parent.parent
 # As the command line, but with small parts, which are recorded at once.
 SCRIPT = """
 import sys
-from monoblock.data.preparation import prepare
+from monoblock.data import prepare
 from monoblock.tokenizers.tokenizer import Tokenizer
 if __name__ == "__main__":
     prepare.SYNC_SECONDS = 0.0

@@ -9,7 +9,7 @@ import torch
 import monoblock as mb
 from monoblock.cli.main import run
 from monoblock.data.augment import random_flip, random_shift, uniform_numbers
-from monoblock.data.batching.plans import BatchIndices
+from monoblock.data.batches import BatchIndices
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.nn.interpolate_positions import interpolate_grid
 from monoblock.runs.build_data import build_task_data

@@ -14,7 +14,7 @@ from strategy_families import EXACT
 from training_support import read_metrics, train_to_end, train_until, write_recipe
 
 import monoblock as mb
-from monoblock.training import checkpoint, sharded_checkpoint
+from monoblock.training import checkpoint
 from monoblock.training.events import EvaluationEvent, StepEvent
 
 run_jobs = functools.partial(training_support.run_jobs, dtype="float64")
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_several_processes_is_safetensors_and_json_and_can_be_re
     path = root / "divisible/fsdp/checkpoints/step-6"
     assert checkpoint.find_problem(path) is None
     assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
-    parts = sharded_checkpoint.load(path).tensors
+    parts = checkpoint.load(path).tensors
     whole = checkpoint.load(root / "divisible/ddp/checkpoints/step-6").tensors
     assert parts.keys() == whole.keys()
     for group in ("model", "optimizer"):
@@ -167,7 +167,7 @@ def test_checkpoints_written_in_the_background_are_the_same(strategy, root, toge
             root / "experts" / name / f"checkpoints/step-{step}" for name in (strategy, f"{strategy} in the background")
         ]
         assert [checkpoint.find_problem(folder) for folder in folders] == [None, None]
-        first, second = (sharded_checkpoint.load(folder).tensors for folder in folders)
+        first, second = (checkpoint.load(folder).tensors for folder in folders)
         for group in ("model", "optimizer", "average"):
             assert first[group].keys() == second[group].keys()
             assert all(torch.equal(tensor, second[group][name]) for name, tensor in first[group].items())

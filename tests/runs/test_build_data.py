@@ -9,8 +9,8 @@ import torch
 
 from monoblock.config.families import bert
 from monoblock.config.knobs import vary
-from monoblock.data.batching.encode import IGNORE_INDEX
-from monoblock.data.readers.labelled import read_conll
+from monoblock.data.encode import IGNORE_INDEX
+from monoblock.data.readers.tables import read_conll
 from monoblock.errors import ConfigError, FileError
 from monoblock.model import Transformer
 from monoblock.runs.build_data import build_task_data

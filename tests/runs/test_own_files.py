@@ -6,7 +6,7 @@ import pytest
 
 import monoblock as mb
 from monoblock.data.corpora.load import load_corpus
-from monoblock.data.readers.holdout import Holdout
+from monoblock.data.readers.by_path import Holdout
 from monoblock.errors import FileError
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import parse_recipe

@@ -10,7 +10,7 @@ from training_support import assert_same_run, train_to_end, train_until, write_r
 from monoblock.errors import FileError
 from monoblock.parallel.strategy import Strategy
 from monoblock.training import checkpoint
-from monoblock.training.checkpoint_saver import CheckpointSaver, HostCopies
+from monoblock.training.checkpoint import CheckpointSaver, HostCopies
 from monoblock.training.events import CheckpointEvent, StepEvent
 
 SAVES = {"train": {"steps": 12, "save_every": 4, "eval_every": 0, "save_async": True}}

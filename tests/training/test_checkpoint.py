@@ -76,7 +76,6 @@ def test_every_write_sync_and_rename_has_a_fault_point(tmp_path):
     assert seen[5:] == [
         "tensors random",
         "sync random.safetensors",
-        "facts",
         "write state.json",
         "write manifest.json",
         "sync step-3.tmp",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.data.encode import IGNORE_INDEX
 from monoblock.training.collate import (
     SpecialTokenIds,
     collate_causal_lm,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from support import build_model
 
 from monoblock.config.families import bert, gpt, vaswani
-from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.data.encode import IGNORE_INDEX
 from monoblock.errors import InputError
 from monoblock.nn.experts import load_balancing_loss
 from monoblock.training import optimizer

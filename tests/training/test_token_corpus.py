@@ -12,8 +12,8 @@ import pytest
 from training_support import MASKED_LM_RECIPE, read_metrics, run_command, train_to_end, write_corpora, write_recipe
 
 import monoblock
-from monoblock.data.batching.shards import TokenDataset
-from monoblock.data.preparation.prepare import TokenizerPlan, prepare_tokens
+from monoblock.data.prepare import TokenizerPlan, prepare_tokens
+from monoblock.data.token_folder import TokenDataset
 from monoblock.errors import ConfigError
 from monoblock.runs.recipe import read_recipe
 from monoblock.runs.train import _batch_iterator, prepare_run
@@ -113,7 +113,7 @@ def test_no_sample_is_repeated_or_skipped_when_the_number_of_ranks_changes(tmp_p
 # Records each sample that a process builds: its rank, epoch and index.
 RECORDER = """
 import os
-from monoblock.data.batching.blocks import BlockDataset
+from monoblock.data.blocks import BlockDataset
 read = BlockDataset.sample
 def sample(self, index, epoch, seed):
     with open(os.environ["SAMPLE_LOG"], "a") as log:

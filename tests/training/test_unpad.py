@@ -16,7 +16,7 @@ from training_support import (
 
 from monoblock.config.families import bert
 from monoblock.config.knobs import vary
-from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.data.encode import IGNORE_INDEX
 from monoblock.errors import ConfigError
 from monoblock.model import Transformer
 from monoblock.recipes.parse import check_parallel

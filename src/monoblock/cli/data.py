@@ -13,7 +13,7 @@ from monoblock.cli.verb import REQUIRED, argument, json_option, option
 from monoblock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from monoblock.data.batching.manifest import ShardManifest
+    from monoblock.data.token_folder import ShardManifest
 
 FIRST_TOKENS = 64
 
@@ -49,8 +49,8 @@ class Prepare:
     def run(self) -> None:
         if self.tokenizer is not None and (self.kind is not None or self.vocab is not None):
             raise ConfigError("--kind and --vocab are for a new tokenizer; leave them out, or leave out --tokenizer")
-        from monoblock.data.batching.manifest import is_token_folder
-        from monoblock.data.preparation.prepare import TokenizerPlan, prepare_tokens
+        from monoblock.data.prepare import TokenizerPlan, prepare_tokens
+        from monoblock.data.token_folder import is_token_folder
         from monoblock.tokenizers.tokenizer import Tokenizer
 
         loaded = None if self.tokenizer is None else Tokenizer.from_pretrained(self.tokenizer)
@@ -100,8 +100,7 @@ class Show:
     as_json: bool = json_option()
 
     def run(self) -> None:
-        from monoblock.data.batching.manifest import read_manifest, verify_files
-        from monoblock.data.batching.shards import TokenDataset
+        from monoblock.data.token_folder import TokenDataset, read_manifest, verify_files
         from monoblock.tokenizers.tokenizer import Tokenizer
 
         manifest = read_manifest(self.folder)

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from monoblock.data.readers.columns import LABEL_COLUMNS, check_width, read_table
+from monoblock.data.readers.tables import LABEL_COLUMNS, check_width, read_table
 from monoblock.errors import ConfigError, FileError
 from monoblock.untrusted_files import bounded_lines, reading, standard_input
 

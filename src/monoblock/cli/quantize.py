@@ -114,7 +114,7 @@ def measure_loss(
     import torch
     import torch.nn.functional as F
 
-    from monoblock.data.batching.shards import TokenDataset
+    from monoblock.data.token_folder import TokenDataset
     from monoblock.tasks.running_text import iterate_windows
 
     tokens = TokenDataset.from_documents(documents, model.config.input.vocab)

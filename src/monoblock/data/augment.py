@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monoblock.data.batching.plans import random_uint64
+from monoblock.data.batches import random_uint64
 
 NUMBERS_PER_IMAGE = 7  # two for the shift, one each for rotation, zoom and flip, two for the cutout
 

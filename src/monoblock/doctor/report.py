@@ -133,7 +133,6 @@ class Report:
 
     def html(self, path: str | Path) -> None:
         """Write the report as one self-contained HTML page with pictures."""
-        from monoblock.doctor.report import render_html  # which imports this module
 
         write_atomically(path, render_html(self))
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from monoblock.config.schema import check_at_least, check_types
 from monoblock.data.corpora.load import load_corpus
-from monoblock.data.readers.pairs import read_pairs
 from monoblock.data.readers.records import Pair
+from monoblock.data.readers.tables import read_pairs
 from monoblock.errors import ConfigError
 from monoblock.experiments.budgets import TRANSLATION, TRANSLATION_SMOKE, TRANSLATION_STAND_IN
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, SeedResults, Trial, selection

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.parts import HEADS_WITH_CLASSES
-from monoblock.data.corpora.load import Corpus
-from monoblock.data.fingerprint import fingerprint_rows
+from monoblock.data.corpora.load import Corpus, fingerprint_rows
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.interop.model_folder import ModelFolder
 from monoblock.model import Transformer

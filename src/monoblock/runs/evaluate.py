@@ -9,8 +9,7 @@ from typing import Unpack
 
 from monoblock.baselines.lstm import Recurrent
 from monoblock.data.corpora.table import CORPORA
-from monoblock.data.readers.by_path import find_path, is_single_file
-from monoblock.data.readers.holdout import Holdout
+from monoblock.data.readers.by_path import Holdout, find_path, is_single_file
 from monoblock.errors import InputError
 from monoblock.model import Transformer
 from monoblock.nn.generation_options import GenerationOptions

@@ -28,7 +28,7 @@ from monoblock.runs.trainable import finalize_model
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, validate
-from monoblock.training import checkpoint, sharded_checkpoint
+from monoblock.training import checkpoint
 from monoblock.training.events import (
     DecisionEvent,
     EvaluationEvent,
@@ -183,14 +183,14 @@ class Run:
 
     def _read_checkpoint(self, path: Path, group: str) -> Mapping[str, Tensor]:
         """Return the tensors of a checkpoint, of which each process reads its part if the model is split."""
-        index, own = sharded_checkpoint.read_index(path), self.model.state_dict()
+        index, own = checkpoint.read_index(path), self.model.state_dict()
         own = {name: tensor for name, tensor in own.items() if f"{group}/{name}" in index}
         expected = {f"{group}/{name}": (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
-        sharded_checkpoint.check_tensors(path, index, expected, lambda name: True)
+        checkpoint.check_tensors(path, index, expected, lambda name: True)
         if not self.trainer.strategy.is_sharded:
-            return sharded_checkpoint.load(path).tensors[group]
+            return checkpoint.load(path).tensors[group]
         tensors = {name: torch.empty_like(tensor) for name, tensor in own.items()}
-        sharded_checkpoint.load_into(path, index, {group: tensors})
+        checkpoint.load_into(path, index, {group: tensors})
         return tensors
 
     @torch.no_grad()

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from monoblock.baselines.carried import CarriedLoss, CarriedState
 from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import ModelConfig, RecurrentConfig
-from monoblock.data.batching.loader import BatchLoader
-from monoblock.data.batching.plans import BatchIndices, batch_for_rank
+from monoblock.data.batches import BatchIndices, BatchLoader, batch_for_rank
 from monoblock.errors import ConfigError, InputError
 from monoblock.interop.weights import compute_body_digest
 from monoblock.kernels.fp8_linear import SIZE_MULTIPLE

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from monoblock.config.model import PatchConfig
-from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.data.encode import IGNORE_INDEX
 from monoblock.errors import InputError, did_you_mean
 from monoblock.inference.scheduler import pad_right
 from monoblock.metrics.text import perplexity

@@ -12,7 +12,7 @@ from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, rea
 from monoblock.tasks.task import Task, TrainingDefaults
 
 if TYPE_CHECKING:
-    from monoblock.data.batching.plans import BatchIndices, BatchPlan
+    from monoblock.data.batches import BatchIndices, BatchPlan
     from monoblock.tasks.loaded_model import LoadedModel
     from monoblock.tasks.task_data import TaskData, TaskInputs
     from monoblock.training.collate import TensorBatch
@@ -37,7 +37,7 @@ class CausalLM(Task):
         """Build blocks of running text, in which the label of a token is the next token."""
         import torch
 
-        from monoblock.data.batching.plans import ContiguousBatchPlan
+        from monoblock.data.batches import ContiguousBatchPlan
         from monoblock.tasks import running_text
         from monoblock.tasks.task_data import TaskData
         from monoblock.training.collate import TensorBatch, collate_causal_lm

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from monoblock.data.corpora.load import Corpus
-from monoblock.data.readers.chat import ASSISTANT_ROLE
 from monoblock.data.readers.records import Chat
+from monoblock.data.readers.text import ASSISTANT_ROLE
 from monoblock.errors import InputError
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
@@ -21,7 +21,7 @@ from monoblock.tasks.task import Task, TrainingDefaults
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from monoblock.data.batching.encode import EncodedDataset
+    from monoblock.data.encode import EncodedDataset
     from monoblock.tasks.loaded_model import LoadedModel
     from monoblock.tasks.task_data import TaskData, TaskInputs
     from monoblock.tokenizers.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ def encode_chats(rows: Sequence[Chat], tokenizer: Tokenizer, context: int | None
     Conversations are truncated to context + 1 tokens, because the labels are the inputs shifted by one token. A
     conversation in which no token has a label is left out.
     """
-    from monoblock.data.batching.encode import IGNORE_INDEX, EncodedDataset
+    from monoblock.data.encode import IGNORE_INDEX, EncodedDataset
 
     longest = None if context is None else context + 1
     samples, num_truncated = [], 0
@@ -91,7 +91,7 @@ def encode_chats(rows: Sequence[Chat], tokenizer: Tokenizer, context: int | None
 
 def encode_chat(chat: Chat, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Encode a conversation; return its token ids, and their labels: the same ids in answers and −100 elsewhere."""
-    from monoblock.data.batching.encode import IGNORE_INDEX
+    from monoblock.data.encode import IGNORE_INDEX
 
     text = tokenizer.apply_chat_template(chat.to_dicts(), add_generation_prompt=False)
     pieces = tokenizer.pieces(text, allow_specials=True)
@@ -126,7 +126,7 @@ def collate_chats(rows: Sequence[dict[str, Any]], special: SpecialTokenIds) -> t
 
     No padding mask is needed, because attention is causal.
     """
-    from monoblock.data.batching.encode import IGNORE_INDEX
+    from monoblock.data.encode import IGNORE_INDEX
     from monoblock.training.collate import pad_rows
 
     source = pad_rows([row["ids"][:-1] for row in rows], special.pad_id)

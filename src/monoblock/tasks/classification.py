@@ -73,7 +73,7 @@ class Classification(Task):
         """Build batches with one label for each image, text or pair of texts; texts are truncated to the context."""
         import numpy as np
 
-        from monoblock.data.batching.encode import encode_labelled
+        from monoblock.data.encode import encode_labelled
         from monoblock.tasks.image_classification import build_image_data
         from monoblock.training.collate import collate_classification
 

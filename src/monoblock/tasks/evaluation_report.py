@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus
-from monoblock.data.readers.holdout import DEFAULT_HOLDOUT, Holdout
+from monoblock.data.readers.by_path import DEFAULT_HOLDOUT, Holdout
 from monoblock.data.readers.records import CorpusKind
 from monoblock.errors import ConfigError, SplitError, did_you_mean
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoblock.data.batching.plans import permutation
+from monoblock.data.batches import permutation
 from monoblock.data.readers.records import LabelledText
 from monoblock.errors import ConfigError, InputError, did_you_mean, with_article
 from monoblock.inference.scheduler import pad_right

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from monoblock.data.augment import augment, uniform_numbers
-from monoblock.data.batching.plans import BatchIndices
+from monoblock.data.batches import BatchIndices
 from monoblock.data.readers.images import picture_size, read_picture
 from monoblock.data.readers.records import LabelledImage, LabelledPicture
 from monoblock.errors import FileError

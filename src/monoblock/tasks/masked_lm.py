@@ -151,7 +151,7 @@ def _iterate_blocks(
     loaded: LoadedModel, corpus: Corpus, request: EvaluationRequest, batch: int
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield batches of blocks of running text, all of one length."""
-    from monoblock.data.batching.blocks import BlockDataset
+    from monoblock.data.blocks import BlockDataset
     from monoblock.tasks.running_text import tokenize_corpus
     from monoblock.tasks.task_data import EVALUATION_SEED
 

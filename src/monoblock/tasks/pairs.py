@@ -41,7 +41,7 @@ def prepare_splits(splits: CorpusSplits, recipe: Recipe, folder: Path | None, pr
 
     prefix: a text to put before each source.
     """
-    from monoblock.data.fingerprint import fingerprint_rows
+    from monoblock.data.corpora.load import fingerprint_rows
 
     section, digests = recipe_section(recipe), dict(splits.digests)
     train = prepare_pairs(splits.train, section, prefix)

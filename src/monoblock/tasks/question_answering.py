@@ -30,7 +30,7 @@ from monoblock.tasks.task import Task, TrainingDefaults
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from monoblock.data.batching.encode import EncodedDataset
+    from monoblock.data.encode import EncodedDataset
     from monoblock.tasks.batching import ProgressCallback
     from monoblock.tasks.loaded_model import LoadedModel
     from monoblock.tasks.task_data import TaskData, TaskInputs
@@ -226,7 +226,7 @@ def _encode_samples(rows: Sequence[Question], encoder: QuestionEncoder, with_seg
     "answer" is the first and last token position of the first gold answer; both are NO_ANSWER if it is not in the
     window.
     """
-    from monoblock.data.batching.encode import EncodedDataset
+    from monoblock.data.encode import EncodedDataset
 
     samples = []
     for number, row in enumerate(rows):

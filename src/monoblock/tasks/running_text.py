@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
-from monoblock.data.batching.blocks import BlockDataset, EvaluationWindow, Packing, ResampledBlocks, evaluation_windows
-from monoblock.data.batching.encode import IGNORE_INDEX
-from monoblock.data.batching.plans import BatchIndices, FixedBatchPlan
-from monoblock.data.batching.shards import TokenDataset
+from monoblock.data.batches import BatchIndices, FixedBatchPlan
+from monoblock.data.blocks import BlockDataset, EvaluationWindow, Packing, ResampledBlocks, evaluation_windows
 from monoblock.data.corpora.load import Corpus, load_corpus
+from monoblock.data.encode import IGNORE_INDEX
+from monoblock.data.token_folder import TokenDataset
 from monoblock.errors import ConfigError
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.task_data import EVALUATION_SEED, Collate, TaskData, TaskInputs, special_token_ids

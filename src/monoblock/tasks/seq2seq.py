@@ -60,8 +60,8 @@ class Seq2Seq(Task):
         """Build batches of encoded pairs of similar length, of at most the context and data.max_length tokens."""
         import numpy as np
 
-        from monoblock.data.batching.encode import encode_pairs
-        from monoblock.data.batching.plans import BatchPlan, BucketBatchPlan
+        from monoblock.data.batches import BatchPlan, BucketBatchPlan
+        from monoblock.data.encode import encode_pairs
         from monoblock.training.collate import collate_seq2seq
 
         context, train, valid, sampler = inputs.context, inputs.train, inputs.valid, inputs.sampler

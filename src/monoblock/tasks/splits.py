@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus, load_corpus_if_present
-from monoblock.data.readers.holdout import Holdout
+from monoblock.data.readers.by_path import Holdout
 from monoblock.data.readers.records import CorpusKind
 from monoblock.recipes.schema import DataSection, Recipe
 from monoblock.training.events import DecisionEvent, WarningEvent

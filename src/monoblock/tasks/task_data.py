@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
-from monoblock.data.batching.encode import EncodedDataset
-from monoblock.data.batching.plans import BatchIndices, BatchPlan, BucketBatchPlan, FixedBatchPlan, permutation
+from monoblock.data.batches import BatchIndices, BatchPlan, BucketBatchPlan, FixedBatchPlan, permutation
 from monoblock.data.corpora.load import Corpus
+from monoblock.data.encode import EncodedDataset
 from monoblock.parallel.world import SINGLE_PROCESS, World
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.tokenizer_checks import SubwordSampler, requested_key

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from monoblock.config.schema import check_at_least, check_types
 from monoblock.data.corpora.load import Corpus, Split, infer_corpus_kind, load_corpus, load_corpus_if_present
-from monoblock.data.readers.holdout import Holdout, SplitMethod
+from monoblock.data.readers.by_path import Holdout, SplitMethod
 from monoblock.data.readers.records import CorpusKind, LabelledText, Pair, Question
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.metrics.squad import score_answers
@@ -76,7 +76,7 @@ class TextToText(Seq2Seq):
         return convert_to_pairs(train), None if valid is None else convert_to_pairs(valid)
 
     def prepare_data(self, splits: CorpusSplits, recipe: Recipe, folder: Path | None, /) -> CorpusSplits:
-        from monoblock.data.fingerprint import fingerprint_rows
+        from monoblock.data.corpora.load import fingerprint_rows
 
         section, method = _recipe_section(recipe), recipe.data.split
         splits = prepare_splits(splits, recipe, folder, section.prefix)

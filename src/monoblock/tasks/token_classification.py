@@ -44,7 +44,7 @@ from monoblock.tasks.task import Task, TrainingDefaults
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from monoblock.data.batching.encode import EncodedDataset
+    from monoblock.data.encode import EncodedDataset
     from monoblock.plots.confusion_matrix import Mistake
     from monoblock.tasks.batching import LongTextMode, ProgressCallback
     from monoblock.tasks.loaded_model import LoadedModel
@@ -78,7 +78,7 @@ class TokenClassification(Task):
         """Build batches in which the first token of each word has its label; IOB1 labels are converted to BIO."""
         import numpy as np
 
-        from monoblock.data.batching.encode import align_labels, encode_tagged
+        from monoblock.data.encode import align_labels, encode_tagged
         from monoblock.training.collate import collate_token_classification
 
         tokenizer, valid, labels = inputs.text_tokenizer, inputs.valid, inputs.labels
@@ -181,7 +181,7 @@ def _encode_joined(
     rows: Sequence[TaggedSentence], join: int, words: WordEncoder, labels: Sequence[str]
 ) -> EncodedDataset:
     """Encode validation rows, joining up to `join` neighbouring rows into one sample, as in prediction."""
-    from monoblock.data.batching.encode import encode_tagged
+    from monoblock.data.encode import encode_tagged
 
     groups = group_rows([row.words for row in rows], join, words)
     encoded = iter([words.encode_rows([rows[index].words for index in group]) for group in groups])

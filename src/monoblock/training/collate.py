@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.data.encode import IGNORE_INDEX
 from monoblock.nn.packed_documents import PackedDocuments
 
 Ids = NDArray[np.int64]

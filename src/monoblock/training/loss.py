@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from monoblock.accounting.fused_loss import MIN_CLASSES, pad_classes, rows_at_a_time
-from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.data.encode import IGNORE_INDEX
 from monoblock.errors import InputError
 from monoblock.kernels.linear_cross_entropy import linear_cross_entropy, supports_linear_cross_entropy
 from monoblock.nn.experts import load_balancing_loss

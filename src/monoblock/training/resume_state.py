@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from monoblock.errors import FileError, shorten_message
 from monoblock.kernels.cpu import library
 from monoblock.parallel.strategy import mesh_of
-from monoblock.training import checkpoint, sharded_checkpoint
+from monoblock.training import checkpoint
+from monoblock.training.checkpoint import ADVICE, StoredTensor
 from monoblock.training.guard import STATE_FIELDS
 from monoblock.training.optimizer import Optimizers
-from monoblock.training.sharded_checkpoint import StoredTensor
 
-ADVICE = "delete this checkpoint, or start a new run with --out"
 MAX_COUNT = 2**63
 MT19937_WORDS = 624  # of the state of the generators of Python and NumPy
 RNG_NAME = re.compile(r"random(-\d{1,6})?", re.ASCII)
@@ -153,13 +152,13 @@ def load_state(
     elsewhere: the names of weights of which this process has no part.
     carried: what the loss keeps from batch to batch.
     """
-    index, rest = sharded_checkpoint.read_index(path), sharded_checkpoint.load_rest(path)
+    index, rest = checkpoint.read_index(path), checkpoint.load_rest(path)
     weights = model_tensors(model, trainable_only=trainable_only)
     expected = {f"model/{name}": _spec(tensor) for name, tensor in weights.items()}
     expected |= {f"average/{name}": _spec(tensor) for name, tensor in average.items()}
     expected |= _expected_optimizer(model, optimizers, index)
-    is_other = lambda name: bool(elsewhere) or name.split("/")[0] not in sharded_checkpoint.SHARED_GROUPS
-    sharded_checkpoint.check_tensors(path, index, expected, is_other)
+    is_other = lambda name: bool(elsewhere) or name.split("/")[0] not in checkpoint.SHARED_GROUPS
+    checkpoint.check_tensors(path, index, expected, is_other)
     for name, tensors in rest.tensors.items():
         if name == "carried":
             if carried is None or not carried.fits(model, tensors):
@@ -171,14 +170,14 @@ def load_state(
     check_metadata(rest.metadata, scaler.state_dict())
 
     if whole:
-        groups = sharded_checkpoint.load(path).tensors
+        groups = checkpoint.load(path).tensors
         model.load_state_dict(dict(groups["model"]), strict=not trainable_only)
         for name, tensor in average.items():
             tensor.copy_(groups["average"][name])
         states = groups.get("optimizer", {})
     else:
         states = empty_optimizer_tensors(model, index, elsewhere)
-        sharded_checkpoint.load_into(path, index, {"model": weights, "optimizer": states, "average": average})
+        checkpoint.load_into(path, index, {"model": weights, "optimizer": states, "average": average})
     restore_optimizer(model, optimizers, states)
     if carried is not None:
         carried.tensors = {name: tensor.clone() for name, tensor in rest.tensors.get("carried", {}).items()}

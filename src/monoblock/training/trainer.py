@@ -18,7 +18,7 @@ from monoblock.metrics.table import is_better
 from monoblock.parallel.strategy import Strategy, call_with_whole_model, group_by_mesh
 from monoblock.parallel.world import World
 from monoblock.training import checkpoint, resume_state
-from monoblock.training.checkpoint_saver import CheckpointSaver
+from monoblock.training.checkpoint import CheckpointSaver
 from monoblock.training.collate import TensorBatch
 from monoblock.training.events import (
     EvaluationEvent,

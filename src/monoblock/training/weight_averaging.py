@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from monoblock.errors import FileError
 from monoblock.parallel.strategy import mesh_of
-from monoblock.training import sharded_checkpoint
-from monoblock.training.checkpoint import find_problem
+from monoblock.training import checkpoint
 
 
 class ExponentialMovingAverage:
@@ -70,7 +69,7 @@ def _trainable_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
 
 
 def _read_model(path: Path) -> Mapping[str, Tensor]:
-    return sharded_checkpoint.load(path).tensors["model"]
+    return checkpoint.load(path).tensors["model"]
 
 
 def average_checkpoints(
@@ -83,7 +82,7 @@ def average_checkpoints(
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     for path in checkpoints:
-        problem = find_problem(path)
+        problem = checkpoint.find_problem(path)
         if problem is not None:
             raise FileError(f"{problem}; the checkpoints cannot be averaged")
         for name, tensor in read(path).items():

@@ -8,10 +8,10 @@ import torch
 from packages import package_file
 
 import monoblock as mb
-from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.corpora.load import Corpus, load_corpus
-from monoblock.data.readers.chat import read_chats
+from monoblock.data.encode import IGNORE_INDEX
 from monoblock.data.readers.records import Chat, Message
+from monoblock.data.readers.text import read_chats
 from monoblock.errors import FileError, InputError
 from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.recipe import parse_recipe

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.data.batching.encode import IGNORE_INDEX
-from monoblock.data.readers.labelled import read_conll, read_labelled
+from monoblock.data.encode import IGNORE_INDEX
 from monoblock.data.readers.records import LabelledText, TaggedSentence
+from monoblock.data.readers.tables import read_conll, read_labelled
 from monoblock.errors import FileError
 from monoblock.recipes.schema import TokenizerSection
 from monoblock.runs.build_data import build_task_data

@@ -10,7 +10,7 @@ import torch
 import monoblock as mb
 from monoblock.cli.main import run
 from monoblock.config.model import PatchConfig
-from monoblock.data.batching.plans import BatchIndices
+from monoblock.data.batches import BatchIndices
 from monoblock.data.corpora.load import load_corpus
 from monoblock.errors import ConfigError, FileError, InputError, MonoblockError
 from monoblock.runs.build_data import build_task_data

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from monoblock.data.corpora.load import Corpus
-from monoblock.data.readers.pairs import read_pairs
 from monoblock.data.readers.records import Pair
+from monoblock.data.readers.tables import read_pairs
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.tasks.backtranslation import BacktranslationMethod
 from monoblock.tasks.loaded_model import Hypothesis

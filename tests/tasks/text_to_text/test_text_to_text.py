@@ -10,9 +10,9 @@ import torch
 
 import monoblock as mb
 from monoblock.cli.main import run
-from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.corpora.load import Corpus
 from monoblock.data.corpora.table import CORPORA, CorpusSpec
+from monoblock.data.encode import IGNORE_INDEX
 from monoblock.data.readers.records import LabelledText, Pair, Question
 from monoblock.data.readers.squad import to_squad_json
 from monoblock.errors import ConfigError, FileError

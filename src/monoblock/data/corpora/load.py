@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,13 +11,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from monoblock.data.batching.manifest import is_token_folder
 from monoblock.data.corpora.table import CORPORA, SAME_SPLIT_NAMES, CorpusSpec
 from monoblock.data.readers import by_path
-from monoblock.data.readers.holdout import DEFAULT_HOLDOUT, Holdout, SplitRows, split_rows
-from monoblock.data.readers.pairs import read_aligned_pairs
-from monoblock.data.readers.records import CorpusKind, DocumentBoundaries
+from monoblock.data.readers.by_path import DEFAULT_HOLDOUT, Holdout, SplitRows, split_rows
+from monoblock.data.readers.records import (
+    CorpusKind,
+    DocumentBoundaries,
+    LabelledImage,
+    LabelledPicture,
+    TaggedSentence,
+)
+from monoblock.data.readers.tables import read_aligned_pairs
 from monoblock.errors import ConfigError, FileError, SplitError, did_you_mean
+from monoblock.untrusted_files import open_regular
 
 Split = Literal["train", "valid", "test", "all"]
 
@@ -111,6 +119,8 @@ def load_corpus(
 
 def _find_tokens(name: str | Path, folder: str | Path | None) -> str | None:
     """Return the path of a folder of tokens; None if there is no such folder."""
+    from monoblock.data.token_folder import is_token_folder
+
     path = by_path.find_path(str(name), folder)
     return path if path is not None and is_token_folder(path) else None
 
@@ -120,7 +130,7 @@ def _load_tokens(name: str, path: str, split: str, holdout: Holdout) -> Corpus:
         raise ConfigError(
             f"{name} was divided when it was prepared; leave out data.validation_rows, or prepare it with --validation"
         )
-    from monoblock.data.batching.shards import TokenDataset
+    from monoblock.data.token_folder import TokenDataset
 
     return Corpus(name, "tokens", split, [TokenDataset(path, split)])
 
@@ -168,9 +178,9 @@ def infer_corpus_kind(
     """
     if str(name) in CORPORA:
         return None
-    path = by_path.find_path(str(name), folder)
-    if path is not None and is_token_folder(path):
+    if _find_tokens(name, folder) is not None:
         return "tokens"
+    path = by_path.find_path(str(name), folder)
     return allowed[0] if path is None else by_path.infer_kind(path, allowed)
 
 
@@ -273,3 +283,40 @@ def _require_rows(rows: Iterable[Any], what: str) -> list[Any]:
     if not result:
         raise FileError(f"{what} is empty; add at least one row")
     return result
+
+
+def fingerprint_rows(rows: Iterable[Any]) -> str:
+    """Return the SHA-256 of rows, which are strings or records (`readers.records`); it changes if any row changes.
+
+    A resumed run must continue with the data that it began with, but the path, time and size of a file do not prove
+    that its content is the same. Hashing the rows costs far less than tokenizing them.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        for raw in _row_bytes(row):
+            digest.update(b"%d:" % len(raw))  # so that moving text to the next row changes the hash
+            digest.update(raw)
+    return digest.hexdigest()
+
+
+def _row_bytes(row: Any) -> Iterable[bytes | memoryview]:
+    import numpy as np
+
+    from monoblock.data.token_folder import SplitFiles, TokenDataset
+
+    match row:
+        case str():
+            yield row.encode("utf-8", "surrogatepass")
+        case LabelledImage(pixels, label):
+            yield f"{pixels.dtype.str}{pixels.shape}{label}".encode()
+            yield np.ascontiguousarray(pixels).reshape(-1).view(np.uint8).data
+        case LabelledPicture(path, label):  # wherever it lies
+            yield label.encode()
+            with open_regular(path) as file:
+                yield file.read()
+        case TaggedSentence(words, labels):  # the document is not part of the content
+            yield json.dumps((words, labels)).encode()
+        case TokenDataset(files=SplitFiles() as files):  # their SHA-256 are known
+            yield json.dumps([file.sha256 for file in (*files.shards, files.documents)]).encode()
+        case _:
+            yield json.dumps(row).encode()

