@@ -1,10 +1,8 @@
-"""The worker of test_distributed: torchrun starts it in two processes, and each writes its observations to a file."""
+"""The worker of test_distributed: each of two processes writes its observations to a file."""
 
 import hashlib
 import json
 import os
-import sys
-from pathlib import Path
 
 import torch
 
@@ -112,7 +110,3 @@ def main(folder):
     seen["random"] = torch.rand(1).item()
     (folder / f"rank-{world.rank}.json").write_text(json.dumps(seen))
     world.shut_down()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""The worker of parallel/test_strategies: torchrun starts it in several processes, which train one job after another.
+"""The worker of parallel/test_strategies: several processes train one job after another.
 
 A job is a dict in jobs.json: the recipe, the folder of the run, overrides, and optionally `resume`, `until` (the step
 at which the run is abandoned), `nan` (the steps at which losses are not numbers) and `dtype` (the dtype of all jobs).
@@ -6,7 +6,6 @@ Each process writes what it saw to seen-RANK.json.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -89,7 +88,3 @@ def main(folder):
     seen = [run_job(job, world) for job in jobs]
     (folder / f"seen-{world.rank}.json").write_text(json.dumps(seen))
     world.shut_down()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -7,7 +7,6 @@ import io
 import json
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 
 import torch
 
@@ -126,7 +125,3 @@ def main(folder):
     seen["commands"] = [run_command(words, text) for words, text in commands]
     world.shut_down()
     (folder / f"seen-{world.rank}.json").write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,18 +1,15 @@
 """Helpers for the tests of training: small corpora and recipes, and runs in this or a separate process."""
 
 import copy
-import functools
 import hashlib
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import strategy_worker
 import tomli_w
 import torch
+from processes import Process, run_ranks
 from safetensors.torch import load_file
 
 import monoblock
@@ -195,24 +192,17 @@ def list_files(folder):
 # -- runs in a separate process --------------------------------------------------------------------------------------
 
 
-def launch_training(recipe, out, *words, **options):
-    """Start `monoblock train` on one thread, with its output in a log file."""
-    source = str(Path(monoblock.__file__).parent.parent)
-    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "monoblock", "train", str(recipe), "--out", str(out), *words]
-    with open(out.with_suffix(".log"), "w") as log:
-        prepare = functools.partial(_prepare_child, options.pop("preexec_fn", None))
-        output = {"stdout": log, "stderr": log}
-        return subprocess.Popen(
-            command, env=environment, start_new_session=True, preexec_fn=prepare, **output, **options
-        )
+def launch_training(recipe, out, *words, prepare=None):
+    """Start `monoblock train` on one thread, with its output in a log file, after it has called `prepare`, if given."""
+    words = ["train", str(recipe), "--out", str(out), *map(str, words)]
+    source = str(Path(monoblock.__file__).parent.parent)  # of the processes that this one starts with --nproc
+    return Process(_train, words, prepare, log=out.with_suffix(".log"), environment={"PYTHONPATH": source})
 
 
-def _prepare_child(prepare):
-    """Let a child receive Ctrl-C, even if the tests run in the background, where a shell ignores it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _train(words, prepare):
     if prepare is not None:
         prepare()
+    return cli(words)
 
 
 def read_log(out):
@@ -237,10 +227,5 @@ def last_logged_step(out):
 def run_jobs(folder, jobs, processes=2, dtype="float32"):
     """Run jobs of strategy_worker.py in several processes; return what each process saw."""
     (folder / "jobs.json").write_text(json.dumps([job | {"dtype": dtype} for job in jobs]))
-    source, here = str(Path(monoblock.__file__).parent.parent), Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    script = [f"--nproc-per-node={processes}", str(here / "strategy_worker.py"), str(folder)]
-    done = subprocess.run([*torchrun, *script], env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
+    run_ranks(strategy_worker.main, folder, processes)
     return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(processes)]

@@ -1,13 +1,11 @@
 """What only the main process does may take longer than parallel.timeout; the last validation is divided."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import long_work_worker
 import pytest
 import torch
+from processes import run_ranks
 from training_support import train_to_end, write_recipe
 
 import monoblock
@@ -16,7 +14,6 @@ from monoblock.model import Transformer
 from monoblock.parallel.strategy import Strategy, TensorParallel, call_with_whole_model, count_bytes, has_room
 from monoblock.parallel.world import SINGLE_PROCESS
 
-WORKER = Path(__file__).with_name("long_work_worker.py")
 SHORT = {"model": {"dropout": 0.0}, "train": {"steps": 2, "save_every": 1, "eval_every": 0, "sample_every": 2}}
 
 
@@ -29,11 +26,7 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(recipe):
-    environment = os.environ | {"PYTHONPATH": str(Path(monoblock.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    options = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, str(WORKER), str(recipe.parent)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(long_work_worker.main, recipe.parent, 2)
     return [json.loads((recipe.parent / f"seen-{rank}.json").read_text()) for rank in (0, 1)]
 
 

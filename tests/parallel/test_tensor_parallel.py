@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import tensor_parallel_worker
 import torch
+from processes import run_ranks
 from torch.distributed import run as torchrun
 from training_support import train_to_end, write_recipe
 
@@ -141,12 +143,7 @@ def cases(root):
 def seen(root, cases, commands):
     """What each of two processes saw."""
     (root / "cases.json").write_text(json.dumps([cases, commands]))
-    source, here = str(Path(mb.__file__).parent.parent), Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    script = ["--nproc-per-node=2", str(here / "tensor_parallel_worker.py"), str(root)]
-    done = subprocess.run([*torchrun, *script], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_ranks(tensor_parallel_worker.main, root, 2)
     return [json.loads((root / f"seen-{rank}.json").read_text()) for rank in range(2)]
 
 

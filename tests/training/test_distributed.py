@@ -4,13 +4,13 @@ import copy
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import parallel_worker
 import pytest
 import torch
+from processes import run_ranks
 from training_support import (
     SEQ2SEQ_RECIPE,
     last_logged_step,
@@ -23,7 +23,6 @@ from training_support import (
     write_recipe,
 )
 
-import monoblock
 from monoblock.parallel.world import SINGLE_PROCESS, init_distributed
 from monoblock.training import checkpoint
 from monoblock.training.events import StepEvent
@@ -54,12 +53,7 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("parallel")
     for name, changes in RECIPES.items():
         write_recipe(root / name, *changes)
-    source, here = str(Path(monoblock.__file__).parent.parent), Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    script = ["--nproc-per-node=2", str(here / "parallel_worker.py"), str(root)]
-    done = subprocess.run([*torchrun, *script], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    run_ranks(parallel_worker.main, root, 2)
     return root
 
 

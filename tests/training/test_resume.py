@@ -1,5 +1,6 @@
 """A resumed run equals an uninterrupted one bit for bit; every obstacle is a one-line error, and nothing is lost."""
 
+import functools
 import json
 import os
 import resource
@@ -210,8 +211,8 @@ def test_a_failed_save_is_a_one_line_error_and_the_old_checkpoint_stays(interrup
 def test_a_full_disk_is_a_one_line_error_and_the_old_checkpoint_stays(interrupted, uninterrupted):
     recipe, folder = interrupted
     max_bytes = (folder / "checkpoints/step-15/optimizer.safetensors").stat().st_size // 2
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
-    process = launch_training(recipe, folder, "--resume", preexec_fn=limit)
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
+    process = launch_training(recipe, folder, "--resume", prepare=limit)
     assert process.wait(600) == 1, read_log(folder)
     errors = [line for line in read_log(folder).splitlines() if line.startswith("error: ")]
     assert len(errors) == 1

@@ -68,6 +68,10 @@ class CarriedLoss(CrossEntropyLoss):
 
     carried: CarriedState = field(default_factory=CarriedState, compare=False)
 
+    def __post_init__(self) -> None:
+        # Not as a decorator, which imports torch._dynamo, for two seconds, in whatever imports this module.
+        object.__setattr__(self, "_continue_rows", torch.compiler.disable(self._continue_rows))
+
     def evaluation_loss(self) -> CarriedLoss:
         return replace(self, label_smoothing=0.0, balance=0.0, carried=CarriedState(self.carried.num_lanes))
 
@@ -78,7 +82,6 @@ class CarriedLoss(CrossEntropyLoss):
             return self._continue_rows(model, **inputs, **options)
         return super().compute_logits(model, inputs, **options)
 
-    @torch.compiler.disable
     def _continue_rows(self, model: Any, source: Tensor, lanes: Tensor, blocks: Tensor, **options: Any) -> Tensor:
         """Return the logits of an LSTM language model, run from the state that each row had after the batch before."""
         config, dtype = model.config, next(model.parameters()).dtype

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,16 @@ QUANTIZED_BLOCK = 32  # elements of a vector that share a scale
 TARGET_PROGRAMS = 264  # two for each multiprocessor of an H200: fewer leave some idle
 
 
-@torch.compiler.assume_constant_result  # torch.compile would trace the function and warn that it is cached
+def assume_constant_result(function: Callable[..., bool]) -> Callable[..., bool]:
+    """Let torch.compile call a function while it compiles, as torch.compiler.assume_constant_result does.
+
+    That imports torch._dynamo, for which every command of the package would start two seconds later.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@assume_constant_result  # torch.compile would trace the function and warn that it is cached
 def is_available() -> bool:
     """Return whether Triton is installed and there is a GPU of compute capability 8.0 or more."""
     return _is_available()

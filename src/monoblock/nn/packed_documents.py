@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from monoblock.errors import InputError
+from monoblock.kernels.gpu import assume_constant_result
 from monoblock.nn.norm import HALF_DTYPES
 
 
@@ -138,7 +139,7 @@ def supports_varlen(q: Tensor, v: Tensor, dtype: torch.dtype) -> bool:
     return fits and _KERNEL is not None and q.is_cuda and dtype in HALF_DTYPES and _has_capability(q.device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@assume_constant_result
 def _has_capability(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).major >= MIN_CAPABILITY
 

@@ -2,9 +2,7 @@
 
 import json
 import os
-import sys
 import time
-from pathlib import Path
 
 from monoblock.parallel.world import init_distributed
 from monoblock.runs import run as run_module
@@ -60,7 +58,3 @@ def main(folder):
     seen |= {"evaluated": len(read), "batches": sum(1 for _ in build()), "metrics": run.metrics}
     (folder / f"seen-{world.rank}.json").write_text(json.dumps(seen))
     world.shut_down()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

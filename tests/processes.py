@@ -1,0 +1,94 @@
+"""Processes of the tests that start in milliseconds: each is a fork of one that has imported torch and the package.
+
+A fresh interpreter computes for several seconds until it has.  Tests of the start itself use one all the same.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+# What a training run imports at the latest in its first step.
+PRELOADED = ["monoblock.cli.train", "monoblock.cli.training_run", "monoblock.runs.train", "torch._dynamo"]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(PRELOADED)
+
+
+class Process:
+    """A process that calls function(*arguments), with the interface of subprocess.Popen.
+
+    function: one of a module, because it is pickled by its name; it returns the exit code, or None for 0.
+    log: the file for whatever the process prints.
+    environment: variables in addition to those of this process.
+    """
+
+    def __init__(self, function, *arguments, log, environment=None):
+        variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
+        self._process = _context.Process(target=_run, args=(function, arguments, str(log), variables))
+        threads = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"  # read when the first process imports torch
+        try:
+            self._process.start()
+        finally:
+            os.environ.pop("OMP_NUM_THREADS") if threads is None else os.environ.update(OMP_NUM_THREADS=threads)
+        self.pid, self.sentinel = self._process.pid, self._process.sentinel
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout)
+        return self.poll()
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(function, arguments, log, variables):
+    """Make a fork look like a process that a shell has started in a session of its own."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in processes in the background
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.exit(function(*arguments))
+
+
+def run_ranks(function, folder, processes):
+    """Call function(folder) in several processes, with the variables that torchrun sets for each."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    logs = [folder / f"rank-{rank}.log" for rank in range(processes)]
+    ranks = [
+        Process(function, folder, log=log, environment=sizes | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        running, deadline = list(ranks), time.monotonic() + 900
+        while running and not any(process.poll() for process in ranks):
+            assert time.monotonic() < deadline
+            multiprocessing.connection.wait([process.sentinel for process in running], timeout=60)
+            running = [process for process in running if process.poll() is None]
+        assert not any(process.poll() for process in ranks), "\n".join(log.read_text() for log in logs)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
