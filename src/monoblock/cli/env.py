@@ -13,7 +13,7 @@ from monoblock.cli.model_options import choose_device, choose_dtype
 from monoblock.cli.output import echo, format_bytes, print_table, report
 from monoblock.cli.verb import json_option
 
-REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "click", "rich", "tomli-w", "jinja2")
+REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "click", "rich", "tomli-w", "jinja2", "jaxtyping")
 OPTIONAL_PACKAGES = ("transformers", "sentencepiece", "gguf", "sacrebleu", "matplotlib", "torchao", "tensorboard")
 COMPILERS = ("c++", "g++", "clang++")  # torch.compile needs one of them on a CPU
 

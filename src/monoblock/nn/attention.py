@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -36,23 +37,23 @@ from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
+    q: Float[Tensor, "B H T K"],
+    k: Float[Tensor, "B G S K"],
+    v: Float[Tensor, "B G S Kv"],
+    mask: Bool[Tensor, "#B #H #T #S"] | None = None,
+    bias: Float[Tensor, "#B #H #T #S"] | None = None,
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     dropout: float = 0.0,
     tap: Tap | None = None,
-) -> Tensor:
+) -> Float[Tensor, "B H T Kv"]:
     """Compute softmax(q k^T / sqrt(K) + bias) v over the keys that the mask allows (Vaswani et al. 2017, eq. 1).
 
-    The shapes are q (B, H, T, K), k (B, G, S, K) and v (B, G, S, *), where the number of key heads G divides H.
-    `mask` (B, 1, T, S) is True where a query may see a key; a query that may see no key gives zeros.  `sinks` (H,) are
-    extra scores that only add to the denominator of the softmax.  Scores of 16-bit inputs are computed in fp32.
+    The number of key heads G divides H.  `mask` is True where a query may see a key; a query that may see no key gives
+    zeros.  `sinks` are extra scores that only add to the denominator of the softmax.  Scores of 16-bit inputs are
+    computed in fp32.
     """
     H, K = q.shape[1], q.shape[3]
     k, v = (t.repeat_interleave(H // t.shape[1], dim=1) if t.shape[1] != H else t for t in (k, v))
@@ -72,8 +73,8 @@ def attend(
     return weights.to(v.dtype) @ v
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Compute the softmax of scores (B, H, T, S) over the keys; sinks (H,) are added to the denominator only."""
+def _softmax(scores: Float[Tensor, "B H T S"], sinks: Float[Tensor, " H"] | None) -> Float[Tensor, "B H T S"]:
+    """Compute the softmax of scores over the keys; sinks are added to the denominator only."""
     if sinks is None:
         return scores.softmax(-1)
     column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -108,18 +109,15 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Float[Tensor, "B T D"],
         context: AttentionContext,
         *,
-        memory: Tensor | None = None,
+        memory: Float[Tensor, "B S D"] | None = None,
         layer_cache: LayerCache | CrossAttentionCache | None = None,
         cache_write: CacheWrite | None = None,
         tap: Tap | None = None,
-    ) -> Tensor:
-        """Attend from x (B, T, D) to x and the cached tokens, or to memory (B, S, D) if it is given.
-
-        The output has the shape of x.
-        """
+    ) -> Float[Tensor, "B T D"]:
+        """Attend from x to x and the cached tokens, or to memory if it is given."""
         H, G = self.config.heads, self.config.num_kv_heads
         x = x.to(autocast_dtype(x))  # once, else each product would keep a copy
         q = context.rotate(self.split_heads(self.query(x), H, self.query_norm))  # (B, H, T, K)
@@ -139,8 +137,10 @@ class Attention(nn.Module):
         heads = apply_tap(tap, "heads", self.attend(q, k, v, context, tap))  # (B, H, T, value size)
         return self.output(heads.transpose(1, 2).flatten(2))
 
-    def split_heads(self, x: Tensor, heads: int, norm: Norm | None = None) -> Tensor:
-        """Split x (B, T, heads * size) into heads (B, heads, T, size), clamped and normalized if so configured."""
+    def split_heads(
+        self, x: Float[Tensor, "B T width"], heads: int, norm: Norm | None = None
+    ) -> Float[Tensor, "B {heads} T size"]:
+        """Split each vector into heads, clamped and normalized if so configured."""
         if self.config.clip is not None:
             x = x.clamp(-self.config.clip, self.config.clip)
         if norm is not None and self.config.qk_norm_over == "width":
@@ -150,13 +150,20 @@ class Attention(nn.Module):
             x = norm(x)
         return x.transpose(1, 2)
 
-    def project_source(self, memory: Tensor) -> KeyValues:
-        """Return the keys and values (B, G, S, size) of a source (B, S, D) in cross-attention."""
+    def project_source(self, memory: Float[Tensor, "B S D"]) -> KeyValues:
+        """Return the keys and values of a source in cross-attention."""
         groups = self.config.num_kv_heads
         keys = self.split_heads(self.key(memory), groups, self.key_norm)
         return KeyValues(keys, self.split_heads(self.value(memory), groups))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, tap: Tap | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B G S K"],
+        v: Float[Tensor, "B G S Kv"],
+        context: AttentionContext,
+        tap: Tap | None = None,
+    ) -> Float[Tensor, "B H T Kv"]:
         """Attend with the scale, soft cap, sinks, dropout and position bias of this block."""
         config, bias, positions = self.config, context.bias, context.resolved_mask
         if self.position_bias is not None:
@@ -186,12 +193,12 @@ class AttentionContext:
             self.computed[build] = build(*inputs)
         return self.computed[build]
 
-    def rotate(self, heads: Tensor) -> Tensor:
-        """Rotate queries or keys (B, heads, T, K) by their positions if these are rotary."""
+    def rotate(self, heads: Float[Tensor, "B heads T K"]) -> Float[Tensor, "B heads T K"]:
+        """Rotate queries or keys by their positions if these are rotary."""
         return heads if self.rotary_angles is None else apply_rotary(heads, self.rotary_angles)
 
-    def dense_mask(self) -> Tensor | None:
-        """Return the mask as booleans (B, 1, T, S), or None if every key is visible."""
+    def dense_mask(self) -> Bool[Tensor, "#B #H #T #S"] | None:
+        """Return the mask as booleans, or None if every key is visible."""
         return None if self.resolved_mask.kind == "all" else self.once(ResolvedMask.dense, self.resolved_mask)
 
     def fused_mask(self, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -251,13 +258,13 @@ class Kernel(NamedTuple):
 
 
 def attend_fast(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Float[Tensor, "B H T K"],
+    k: Float[Tensor, "B G S K"],
+    v: Float[Tensor, "B G S Kv"],
     context: AttentionContext,
     options: ScoreOptions = PLAIN,
     tap: Tap | None = None,
-) -> Tensor:
+) -> Float[Tensor, "B H T Kv"]:
     """Compute `attend` with the first kernel that can, else step by step."""
     wanted = [name for name in ("scores", "weights") if tap_wants(tap, name)]
     if context.packed is not None and (wanted or not VARLEN.supports(q, k, v, context, options)):
@@ -270,18 +277,21 @@ def attend_fast(
     return kernel.attend(q, k, v, context, options)
 
 
-def choose_kernel(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> Kernel | None:
+def choose_kernel(
+    q: Float[Tensor, "B H T K"],
+    k: Float[Tensor, "B G S K"],
+    v: Float[Tensor, "B G S Kv"],
+    context: AttentionContext,
+    options: ScoreOptions,
+) -> Kernel | None:
     """Return the first kernel of the table that can compute `attend` for these arguments."""
-    for kernel in KERNELS:
-        if kernel.supports(q, k, v, context, options):
-            return kernel
-    return None
+    return next((kernel for kernel in KERNELS if kernel.supports(q, k, v, context, options)), None)
 
 
-def prepare(context: AttentionContext, x: Tensor) -> AttentionContext:
+def prepare(context: AttentionContext, x: Float[Tensor, "B T D"]) -> AttentionContext:
     """Compute what the kernel will read of mask and bias, and return the context.
 
-    This is done before the blocks run on x (B, T, D), so that activation checkpointing does not compute it again.
+    This is done before the blocks run on x, so that activation checkpointing does not compute it again.
     """
     if context.bias is not None or context.resolved_mask.kind == "dense":
         heads = x[:, None, :, :16]  # of a size that all kernels support
@@ -378,7 +388,13 @@ def _supports_fused(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, 
     return options.softcap is None and options.sinks is None
 
 
-def attend_fused(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions = PLAIN) -> Tensor:
+def attend_fused(
+    q: Float[Tensor, "B H T K"],
+    k: Float[Tensor, "B G S K"],
+    v: Float[Tensor, "B G S Kv"],
+    context: AttentionContext,
+    options: ScoreOptions = PLAIN,
+) -> Float[Tensor, "B H T Kv"]:
     """Compute `attend` with torch's scaled_dot_product_attention."""
     mask, blind = context.fused_mask(options.bias, q.dtype)
     causal, gqa = mask is None and context.resolved_mask.kind == "causal", q.shape[1] != k.shape[1]

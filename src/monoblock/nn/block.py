@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from monoblock.config.model import BlockConfig
@@ -53,17 +54,17 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Float[Tensor, "B T D"],
         context: AttentionContext,
         *,
-        memory: Tensor | None = None,
+        memory: Float[Tensor, "B S D"] | None = None,
         memory_context: AttentionContext | None = None,
         layer_cache: LayerCache | None = None,
         cache_write: CacheWrite | None = None,
         cross_cache: CrossAttentionCache | None = None,
         tap: Tap | None = None,
-    ) -> Tensor:
-        """Apply the block to x (B, T, D); the output has the same shape."""
+    ) -> Float[Tensor, "B T D"]:
+        """Apply the block to x."""
         x = apply_tap(tap, "input", x)
 
         def attention(h: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from monoblock.config.model import AttentionConfig, StackConfig
@@ -360,8 +361,8 @@ def _concatenate_positions(old: TokenPositions, new: TokenPositions, batch: int)
 
 
 class KeyValues(NamedTuple):
-    keys: Tensor  # (B, G, S, K)
-    values: Tensor  # (B, G, S, value size)
+    keys: Float[Tensor, "B G S K"]
+    values: Float[Tensor, "B G S Kv"]
 
 
 class KeyValueStore:

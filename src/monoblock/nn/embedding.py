@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from monoblock.config.model import EmbeddingConfig, FramesConfig, Learned, PatchConfig, Sinusoid
@@ -23,8 +24,8 @@ def tied_table(token: nn.Module) -> Tensor | nn.Module:
     return token if hasattr(token, "linear") else cast(Tensor, token.weight)
 
 
-def draw_kept_words(x: Tensor, rate: float) -> Tensor:
-    """Return a factor (…, 1) for every embedding (…, D): 0 with probability `rate`, else 1 / (1 - rate)."""
+def draw_kept_words(x: Float[Tensor, "*places D"], rate: float) -> Float[Tensor, "*places 1"]:
+    """Return a factor for every embedding: 0 with probability `rate`, else 1 / (1 - rate)."""
     return F.dropout(torch.ones_like(x[..., :1]), rate)
 
 
@@ -52,14 +53,14 @@ class Embedding(nn.Module):
 
     def forward(
         self,
-        ids: Tensor,
+        ids: Int[Tensor, "B T"],
         token_positions: TokenPositions,
         *,
-        segments: Tensor | None = None,
+        segments: Int[Tensor, "B T"] | None = None,
         tied_token: nn.Module | None = None,
         tap: Tap | None = None,
-    ) -> Tensor:
-        """Embed ids (B, T); the output is (B, T, D)."""
+    ) -> Float[Tensor, "B T D"]:
+        """Look up the vector of every id, and add positions and segments."""
         token = self.token if self.token is not None else tied_token
         assert token is not None
         x: Tensor = token(ids)
@@ -149,11 +150,16 @@ class PatchEmbedding(nn.Module):
         self.position = nn.Embedding(config.num_positions, width) if isinstance(config.positions, Learned) else None
         self.norm = Norm(width, config.norm) if config.norm is not None else None
 
-    def forward(self, pixels: Tensor, masked_patches: Tensor | None = None, tap: Tap | None = None) -> Tensor:
-        """Embed pixels (B, channels, height, width) as tokens (B, T, D), one for each patch, row by row.
+    def forward(
+        self,
+        pixels: Float[Tensor, "B channels height width"],
+        masked_patches: Shaped[Tensor, "B patches"] | None = None,
+        tap: Tap | None = None,
+    ) -> Float[Tensor, "B T D"]:
+        """Embed pixels as tokens, one for each patch, row by row.
 
         The class token, the distillation token and the registers come first, if the model has them.  `masked_patches`
-        (B, patches) is True for patches that are replaced by the mask token.
+        is True for patches that are replaced by the mask token.
         """
         dtype = next(self.patch.parameters()).dtype
         x = self.patch(pixels).flatten(2).mT.to(dtype)  # (B, N, D); in full precision under autocast
@@ -173,8 +179,8 @@ class PatchEmbedding(nn.Module):
             x = self.norm(x)
         return apply_tap(tap, "output", F.dropout(x, self.config.dropout, self.training))
 
-    def position_table(self) -> Tensor:
-        """Return the position embeddings (N, D) of class tokens and patches.
+    def position_table(self) -> Float[Tensor, "positions D"]:
+        """Return the position embeddings of class tokens and patches.
 
         They are learned, or sinusoids, which are zero for class tokens.
         """
@@ -222,8 +228,8 @@ class FrameEmbedding(nn.Module):
         self.position = nn.Embedding(config.context, width) if isinstance(config.positions, Learned) else None
         self.norm = Norm(width, config.norm) if config.norm is not None else None
 
-    def forward(self, features: Tensor, tap: Tap | None = None) -> Tensor:
-        """Embed features (B, channels, frames) as (B, T, D), with one position for every two frames."""
+    def forward(self, features: Float[Tensor, "B channels frames"], tap: Tap | None = None) -> Float[Tensor, "B T D"]:
+        """Embed features, with one position for every two frames."""
         x = F.gelu(self.second(F.gelu(self.first(features)))).mT.contiguous()  # else every projection would copy it
         x = apply_tap(tap, "frames", x)
         if self.position is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from monoblock.config.model import ExpertsConfig, FeedForwardConfig
@@ -19,11 +20,10 @@ from monoblock.nn.feedforward import ACTIVATIONS, apply_activation
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
 
-def route(logits: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """Select the `top_k` experts of each token from router logits (N, E).
-
-    Return their indices and their weights, both of shape (N, top_k).
-    """
+def route(
+    logits: Float[Tensor, "N E"], config: ExpertsConfig
+) -> tuple[Int[Tensor, "N {config.top_k}"], Float[Tensor, "N {config.top_k}"]]:
+    """Select the `top_k` experts of each token from router logits; return their indices and their weights."""
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if config.router == "top_k_softmax":
         top_logits, expert_ids = wide.topk(config.top_k, dim=-1)
@@ -35,13 +35,16 @@ def route(logits: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
 
 
 def load_balancing_loss(
-    logits: Tensor, top_k: int, valid: Tensor | None = None, sum_over_data: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
+    logits: Float[Tensor, "*places E"],
+    top_k: int,
+    valid: Bool[Tensor, "*places"] | None = None,
+    sum_over_data: Callable[[Tensor], Tensor] | None = None,
+) -> Float[Tensor, ""]:
     """Compute the load-balancing loss (Fedus et al. 2022, eq. 4), which is 1 if all experts are used equally.
 
-    It is E * Σ_e (share of tokens routed to expert e) * (mean router probability of expert e).  `logits` (…, E) are the
-    router logits, which taps see as `feedforward.router`; `valid` (…) is False on padding, which is not counted.  If
-    other processes have other parts of the batch, `sum_over_data` returns the sum of a tensor over all of them.
+    It is E * Σ_e (share of tokens routed to expert e) * (mean router probability of expert e).  `logits` are the router
+    logits, which taps see as `feedforward.router`; `valid` is False on padding, which is not counted.  If other
+    processes have other parts of the batch, `sum_over_data` returns the sum of a tensor over all of them.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     counts = torch.ones(flat.shape[0], device=flat.device) if valid is None else valid.reshape(-1).float()
@@ -75,8 +78,8 @@ class Experts(nn.Module):
         self.down_bias = nn.Parameter(torch.zeros(E, D)) if config.bias else None
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
-        """Apply the selected experts to each token of x (B, T, D); the output has the same shape."""
+    def forward(self, x: Float[Tensor, "B T D"], tap: Tap | None = None) -> Float[Tensor, "B T D"]:
+        """Apply the selected experts to each token of x."""
         B, T, D = x.shape
         logits = apply_tap(tap, "router", self.router(x))  # (B, T, E)
         tokens = x.reshape(-1, D)
@@ -88,8 +91,8 @@ class Experts(nn.Module):
             out = self._run_selected(tokens, expert_ids, weights)
         return out.reshape(B, T, D)
 
-    def run_expert(self, expert: int, x: Tensor) -> Tensor:
-        """Run one expert on tokens (n, D)."""
+    def run_expert(self, expert: int, x: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
+        """Run one expert on some tokens."""
 
         def bias(parameter: Tensor | None) -> Tensor | None:
             return None if parameter is None else parameter[expert]

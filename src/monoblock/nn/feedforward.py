@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from monoblock.config.model import FeedForwardConfig
@@ -14,15 +15,15 @@ from monoblock.nn.linear import Linear, autocast_dtype
 from monoblock.nn.tap import Tap, apply_tap
 
 
-def relu2(x: Tensor) -> Tensor:
+def relu2(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return F.relu(x).square()
 
 
-def quick_gelu(x: Tensor) -> Tensor:
+def quick_gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return x * torch.sigmoid(1.702 * x)
 
 
-def identity(x: Tensor) -> Tensor:
+def identity(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return x
 
 
@@ -40,8 +41,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def apply_activation(
-    activation: Callable[[Tensor], Tensor], up: Tensor, gate: Tensor | None, clamp: float | None = None
-) -> Tensor:
+    activation: Callable[[Tensor], Tensor],
+    up: Float[Tensor, "*places F"],
+    gate: Float[Tensor, "*places F"] | None,
+    clamp: float | None = None,
+) -> Float[Tensor, "*places F"]:
     """Return activation(up), or activation(gate) * up if there is a gate.
 
     With a `clamp`, a gated network computes activation(gate) * (up + 1) instead (gpt-oss).  Before that, `gate` is
@@ -63,8 +67,8 @@ class FeedForward(nn.Module):
         self.down = Linear(config.hidden, width, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
-        """Apply the network to every position of x (B, T, D); the output has the same shape."""
+    def forward(self, x: Float[Tensor, "B T D"], tap: Tap | None = None) -> Float[Tensor, "B T D"]:
+        """Apply the network to every position of x."""
         x = x.to(autocast_dtype(x))  # once, else each product would keep a copy
         gate = None if self.gate is None else self.gate(x)
         hidden = apply_activation(self.activation, self.up(x), gate, self.config.clamp)  # (B, T, F)

@@ -15,10 +15,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from monoblock.config.model import EmbeddingConfig, HeadConfig, ModelConfig
-from monoblock.config.parts import HEADS_WITH_CLASSES, SEQUENCE_HEADS, VOCABULARY_HEADS
+from monoblock.config.model import ModelConfig
+from monoblock.config.parts import SEQUENCE_HEADS, VOCABULARY_HEADS
 from monoblock.kernels.cpu.autograd import linear
 from monoblock.nn.feedforward import ACTIVATIONS
 from monoblock.nn.linear import Linear
@@ -28,8 +29,8 @@ from monoblock.nn.tap import Tap, apply_tap
 OutputLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # input (…, D), weight (V, D) and bias (V,) or None
 
 
-def pool(hidden: Tensor, valid: Tensor | None, pooling: str) -> Tensor:
-    """Pool hidden states (B, T, D) to (B, D): select the first or last valid token, or average all valid tokens."""
+def pool(hidden: Float[Tensor, "B T D"], valid: Bool[Tensor, "#B T"] | None, pooling: str) -> Float[Tensor, "B D"]:
+    """Select the first or last valid token of each text, or average all its valid tokens."""
     B, T, _ = hidden.shape
     if pooling == "mean":
         if valid is None:
@@ -51,14 +52,13 @@ class Head(nn.Module):
         assert config is not None
         self.config = config
         self.is_tied = model.tie in ("output", "three_way")
-        dim = self._output_dim(model)
+        dim, outputs = model.output_shape
         self.scale = width**-0.5 if config.scale == "inverse_sqrt_width" else float(config.scale)
         self.pooler = nn.Linear(width, width) if config.pooler != "none" else None
         self.transform = nn.Linear(width, dim, bias=config.transform_bias) if config.transform else None
         self.norm = Norm(dim, config.norm) if config.norm is not None else None
         needs_projection = self.transform is None and dim != width
         self.projection = nn.Linear(width, dim, bias=False) if needs_projection else None
-        outputs = _output_size(config, model)
         self.output = Linear(dim, outputs, bias=False) if outputs and not self.is_tied else None
         self.teacher = nn.Linear(dim, outputs, bias=config.bias == "learned") if config.teacher else None
         self.bias = nn.Parameter(torch.zeros(outputs)) if outputs and config.bias == "learned" else None
@@ -67,27 +67,16 @@ class Head(nn.Module):
         else:
             self.fixed_bias: Tensor | None = None
 
-    def _output_dim(self, model: ModelConfig) -> int:
-        """Return the input size of the output matrix.
-
-        It is the width, or the size of a factorized embedding if the output is tied to it or the head is a masked LM.
-        """
-        embedding = model.target_input
-        uses_embedding_size = self.config.kind == "masked_lm" or self.is_tied
-        if isinstance(embedding, EmbeddingConfig) and embedding.dim is not None and uses_embedding_size:
-            return embedding.dim
-        return model.width
-
     def forward(
         self,
-        hidden: Tensor,
+        hidden: Float[Tensor, "B T D"],
         *,
-        valid: Tensor | None = None,
-        table: Tensor | nn.Module | None = None,
+        valid: Bool[Tensor, "#B T"] | None = None,
+        table: Float[Tensor, "V dim"] | nn.Module | None = None,
         output_linear: OutputLinear | None = None,
         tap: Tap | None = None,
-    ) -> Tensor:
-        """Apply the head to hidden states (B, T, D); `table` is the token embedding that a tied output multiplies by.
+    ) -> Float[Tensor, "B ..."]:
+        """Apply the head to hidden states; `table` is the token embedding that a tied output multiplies by.
 
         `output_linear` replaces the last matrix product, and its result is returned (see `takes_output_linear`).
 
@@ -148,18 +137,11 @@ class Head(nn.Module):
         logits: Tensor = self.output(x)
         return logits if bias is None else logits + bias
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply x (…, dim) by weight (outputs, dim) and add the bias; subclasses for inference override this."""
+    def linear(
+        self,
+        x: Float[Tensor, "*places dim"],
+        weight: Float[Tensor, "outputs dim"],
+        bias: Float[Tensor, " outputs"] | None,
+    ) -> Float[Tensor, "*places outputs"]:
+        """Multiply x by weight and add the bias; subclasses for inference override this."""
         return linear(x, weight, bias)
-
-
-def _output_size(config: HeadConfig, model: ModelConfig) -> int:
-    if config.kind in VOCABULARY_HEADS:
-        embedding = model.target_input
-        assert isinstance(embedding, EmbeddingConfig)
-        return embedding.vocab
-    if config.kind == "pooled":
-        return config.project or 0
-    if config.kind in HEADS_WITH_CLASSES:
-        return config.classes or 0
-    return {"spans": 2}[config.kind]

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
 from monoblock.config.model import Learned, PatchConfig
@@ -52,8 +53,8 @@ def interpolate(model: T, image: int) -> T:
     return copy.train(model.training)
 
 
-def interpolate_grid(table: Tensor, side: int) -> Tensor:
-    """Resize the position embeddings (N, D) of a square grid of patches to side × side by bicubic interpolation.
+def interpolate_grid(table: Float[Tensor, "N D"], side: int) -> Float[Tensor, "{side*side} D"]:
+    """Resize the position embeddings of a square grid of patches to side × side by bicubic interpolation.
 
     Patches are stored row by row.  The old and the new grid cover the whole image, so that their edges coincide and not
     the centres of their outer patches (Dosovitskiy et al. 2021).

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from monoblock.nn.attention import Attention, AttentionContext
@@ -40,18 +41,20 @@ class Features(NamedTuple):
         return Features(self.rotated.flip(2), self.plain.flip(2))
 
 
-def feature_map(x: Tensor) -> Tensor:
+def feature_map(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return elu(x) + 1, which is positive; 16-bit input gives fp32, since many features are summed."""
     return F.elu(x.float() if x.dtype in HALF_DTYPES else x) + 1
 
 
-def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide (…, V) by (…); the result is 0 where the denominator is 0, for a query that sees no key."""
+def _divide(
+    numerator: Float[Tensor, "*queries V"], denominator: Float[Tensor, "*queries"]
+) -> Float[Tensor, "*queries V"]:
+    """Divide vectors by numbers; the result is 0 where the denominator is 0, for a query that sees no key."""
     return numerator / torch.where(denominator > 0, denominator, 1).unsqueeze(-1)
 
 
-def cumulative_sum(x: Tensor) -> Tensor:
-    """Return x.cumsum(2) for x (B, G, T, …), computed in blocks.
+def cumulative_sum(x: Float[Tensor, "B G T *rest"]) -> Float[Tensor, "B G T *rest"]:
+    """Return x.cumsum(2), computed in blocks.
 
     A GPU sums over a dimension that is not the last one after another, in as many threads as there are other elements:
     one long text leaves most of them idle.  Blocks of SCAN elements are summed side by side, and then their totals.
@@ -67,22 +70,18 @@ def cumulative_sum(x: Tensor) -> Tensor:
     return (sums + earlier.unsqueeze(3)).flatten(2, 3)[:, :, :length]
 
 
-def attend_full(q: Features, k: Features, v: Tensor) -> Tensor:
-    """Compute linear attention in which every query sees every key.
-
-    The shapes are q (B, H, T, K), k (B, G, S, K), v (B, G, S, V) and the output (B, H, T, V).
-    """
+def attend_full(q: Features, k: Features, v: Float[Tensor, "B G S V"]) -> Float[Tensor, "B H T V"]:
+    """Compute linear attention in which every query sees every key."""
     (B, H, T, _), G = q.rotated.shape, k.rotated.shape[1]
     rotated, plain = (t.unflatten(1, (G, -1)).flatten(2, 3) for t in q)  # (B, G, H/G · T, K)
     denominator = (plain * k.plain.sum(2).unsqueeze(2)).sum(-1)
     return _divide(rotated @ (k.rotated.mT @ v), denominator).view(B, H, T, -1)
 
 
-def attend_causal_chunks(q: Features, k: Features, v: Tensor, state: LinearState | None = None) -> Tensor:
-    """Compute causal linear attention in chunks; `state` sums tokens before the first, which every query sees.
-
-    The shapes are those of `attend_full`, with S = T.
-    """
+def attend_causal_chunks(
+    q: Features, k: Features, v: Float[Tensor, "B G T V"], state: LinearState | None = None
+) -> Float[Tensor, "B H T V"]:
+    """Compute causal linear attention in chunks; `state` sums tokens before the first, which every query sees."""
     (B, H, T, K), G, V = q.rotated.shape, v.shape[1], v.shape[-1]
     size = min(CHUNK, T)
     missing, ratio = -T % size, H // G
@@ -112,8 +111,10 @@ def _earlier_chunks(keys: Tensor, values: Tensor, state: LinearState | None) -> 
     return cumulative_sum(torch.cat((start, products), 2))
 
 
-def attend_documents(q: Features, k: Features, v: Tensor, document: Tensor, *, causal: bool) -> Tensor:
-    """Compute linear attention among tokens of the same document; `document` is (B, T), and documents are contiguous.
+def attend_documents(
+    q: Features, k: Features, v: Float[Tensor, "B G T V"], document: Int[Tensor, "B T"], *, causal: bool
+) -> Float[Tensor, "B H T V"]:
+    """Compute linear attention among tokens of the same document; the tokens of a document follow one another.
 
     Chunks are computed one after the other, and the sums start again where a document starts.  A query that sees all
     tokens of its document sees those up to itself, and, in a second pass from the end, those after itself.
@@ -212,8 +213,8 @@ class LinearAttention(Attention):
         return Features(context.rotate(features), features)
 
 
-def compute_weights(q: Features, k: Features, mask: Tensor | None) -> Tensor:
-    """Compute the attention weights (B, H, T, S) that linear attention applies without computing them."""
+def compute_weights(q: Features, k: Features, mask: Bool[Tensor, "#B #H T S"] | None) -> Float[Tensor, "B H T S"]:
+    """Compute the attention weights that linear attention applies without computing them."""
     copies = q.plain.shape[1] // k.plain.shape[1]
     rotated, plain = (
         queries @ keys.repeat_interleave(copies, 1).mT for queries, keys in zip(q, k, strict=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from monoblock.config.model import AttentionConfig
@@ -146,8 +147,8 @@ class Mask:
                 possible = possible & term.tile_predicate(q, k)
         return possible
 
-    def dense(self, q: TokenPositions, k: TokenPositions) -> Tensor:
-        """Return the mask as booleans (B, 1, T, S), True where a query may see a key; padding keys are never seen."""
+    def dense(self, q: TokenPositions, k: TokenPositions) -> Bool[Tensor, "B 1 T S"]:
+        """Return the mask as booleans, True where a query may see a key; padding keys are never seen."""
         queries, keys = q.map_tensors(lambda t: t[:, None, :, None]), k.map_tensors(lambda t: t[:, None, None, :])
         allowed = self.allows(queries, keys)
         if keys.valid is not None:
@@ -217,8 +218,8 @@ class ResolvedMask:
     k: TokenPositions
     matrix: Tensor | None = None  # the mask itself, if it was given as a matrix (see `mask_from_matrix`)
 
-    def dense(self) -> Tensor:
-        """Return the mask as booleans (B, 1, T, S), or as the matrix that was given."""
+    def dense(self) -> Bool[Tensor, "#B #H #T #S"]:
+        """Return the mask as booleans, or as the matrix that was given."""
         return self.mask.dense(self.q, self.k) if self.matrix is None else self.matrix
 
 
@@ -367,7 +368,7 @@ def _block_span(tiles: TokenRanges, size: int) -> tuple[Tensor, int]:
     return first.masked_fill(num_blocks < 1, 0), max(int(num_blocks.max()), 1)
 
 
-def mask_from_matrix(allowed: Tensor) -> ResolvedMask:
+def mask_from_matrix(allowed: Bool[Tensor, "*BH T S"]) -> ResolvedMask:
     """Return a mask given as booleans that broadcast to (B, H, T, S), True where a query may see a key.
 
     A mask that follows from positions is better built from the masks above: it then holds in cached decoding as well.

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from monoblock.config.model import NormConfig
@@ -15,7 +16,12 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 MOMENTUM = 0.1  # the part of the running statistics of a batch norm that each training batch replaces
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(
+    x: Float[Tensor, "*places D"],
+    weight: Float[Tensor, " D"] | None = None,
+    bias: Float[Tensor, " D"] | None = None,
+    eps: float = 1e-5,
+) -> Float[Tensor, "*places D"]:
     """Return (x - mean) / sqrt(variance + eps) * weight + bias, with mean and variance over the last axis.
 
     The statistics of 16-bit input are computed in fp32.
@@ -23,7 +29,13 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, cast_after_scale: bool = False) -> Tensor:
+def rms_norm(
+    x: Float[Tensor, "*places D"],
+    weight: Float[Tensor, " D"] | None = None,
+    eps: float = 1e-6,
+    *,
+    cast_after_scale: bool = False,
+) -> Float[Tensor, "*places D"]:
     """Return x / sqrt(mean(x^2) + eps) * weight, with the mean over the last axis.
 
     16-bit input is squared in fp32, since squares overflow fp16.  Published models differ in whether the result is cast
@@ -69,7 +81,7 @@ class Norm(nn.Module):
             nn.init.zeros_(self.running_mean)
             nn.init.ones_(self.running_var)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "*places size"]) -> Float[Tensor, "*places size"]:
         config = self.config
         if config.kind == "none":
             return x
@@ -104,8 +116,8 @@ class Norm(nn.Module):
         out = F.batch_norm(features, mean, variance, scale, shift, self.training, MOMENTUM, self.config.eps)
         return out.to(x.dtype).view(x.shape)
 
-    def _norm_per_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Normalize each head of x (B, T, H, K) and scale it by its row of weight (H, K)."""
+    def _norm_per_head(self, x: Float[Tensor, "B T H K"], weight: Float[Tensor, "H K"]) -> Float[Tensor, "B T H K"]:
+        """Normalize each head of x and scale it by its row of weight."""
         normed = self._normalize(x) * weight.to(x.dtype)
         return normed if self.bias is None else normed + self.bias
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from monoblock.errors import InputError
@@ -80,13 +81,13 @@ class DocumentRows:
         self.token_index = (starts[:-1, None] + column).clamp(max=tokens - 1).flatten()  # of each place in the rows
         self.row_index = (documents.numbers * length + documents.positions())[0]  # (T,) where each token is in the rows
 
-    def to_rows(self, x: Tensor) -> Tensor:
-        """Return x (T, …) as rows (documents, length, …), with zeros for padding."""
+    def to_rows(self, x: Shaped[Tensor, "T ..."]) -> Shaped[Tensor, "documents length ..."]:
+        """Return tokens as rows, one for each document, with zeros for padding."""
         rows: Tensor = _GatherOnce.apply(x, self.token_index, self.row_index, self.is_token, None)
         return rows.unflatten(0, self.shape)
 
-    def from_rows(self, rows: Tensor) -> Tensor:
-        """Return rows (documents, length, …) as x (T, …), without the padding."""
+    def from_rows(self, rows: Shaped[Tensor, "documents length ..."]) -> Shaped[Tensor, "T ..."]:
+        """Return the tokens of rows, without the padding."""
         x: Tensor = _GatherOnce.apply(rows.flatten(0, 1), self.row_index, self.token_index, None, self.is_token)
         return x
 
@@ -145,20 +146,20 @@ def _has_capability(device: torch.device) -> bool:
 
 
 def attend_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Float[Tensor, "1 H T K"],
+    k: Float[Tensor, "1 G S K"],
+    v: Float[Tensor, "1 G S K"],
     q_documents: PackedDocuments,
     k_documents: PackedDocuments,
     *,
     causal: bool,
     scale: float | None,
     dtype: torch.dtype,
-) -> Tensor:
-    """Compute attention from each document of q (1, H, T, K) to the document of k, v with the same number.
+) -> Float[Tensor, "1 H T K"]:
+    """Compute attention from each document of q to the document of k, v with the same number.
 
-    The result is (1, H, T, K), the same as with the mask `same_document`, or `causal & same_document`.  The kernel has
-    no rule for autocast, so the inputs are converted to `dtype` here.
+    The result is the same as with the mask `same_document`, or `causal & same_document`.  The kernel has no rule for
+    autocast, so the inputs are converted to `dtype` here.
     """
     assert _KERNEL is not None
     kernel, names = _KERNEL

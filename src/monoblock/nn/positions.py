@@ -12,13 +12,16 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary, Scaling, Sinusoid
 
 
-def sinusoid(positions: Tensor, width: int, config: Sinusoid = Sinusoid()) -> Tensor:
-    """Return sinusoidal encodings (…, D) of positions (…), where D is `width` (Vaswani et al. 2017, 3.5).
+def sinusoid(
+    positions: Int[Tensor, "*places"], width: int, config: Sinusoid = Sinusoid()
+) -> Float[Tensor, "*places {width}"]:
+    """Return sinusoidal encodings of positions (Vaswani et al. 2017, 3.5); D is `width`.
 
     PE(pos, 2i) = sin(pos / base^(2i/D)) and PE(pos, 2i+1) = cos(pos / base^(2i/D)); `config.form` selects other orders
     of the sines and cosines.
@@ -35,8 +38,10 @@ def sinusoid(positions: Tensor, width: int, config: Sinusoid = Sinusoid()) -> Te
     return waves[..., :width].float()
 
 
-def grid_sinusoid(side: int, width: int, config: Sinusoid, device: torch.device) -> Tensor:
-    """Return sinusoidal encodings (side * side, D) of the patches of a square image.
+def grid_sinusoid(
+    side: int, width: int, config: Sinusoid, device: torch.device
+) -> Float[Tensor, "{side*side} {width}"]:
+    """Return sinusoidal encodings of the patches of a square image, row by row.
 
     The first half of the features encodes the row of a patch, the second half its column.
     """
@@ -51,18 +56,20 @@ def grid_sinusoid(side: int, width: int, config: Sinusoid, device: torch.device)
 
 
 class RotaryAngles(NamedTuple):
-    """Cosines and sines that rotate pairs of query and key components, each (B, 1, T, pairs)."""
+    """Cosines and sines that rotate pairs of query and key components."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: Float[Tensor, "B 1 T pairs"]
+    sin: Float[Tensor, "B 1 T pairs"]
     interleaved: bool
 
 
-def rotary_frequencies(config: Rotary, head_dim: int, positions: Tensor | None = None) -> tuple[Tensor, float]:
+def rotary_frequencies(
+    config: Rotary, head_dim: int, positions: Int[Tensor, "B T"] | None = None
+) -> tuple[Float[Tensor, "*B pairs"], float]:
     """Return the angle by which each pair of features turns per position, and a factor for cosine and sine.
 
-    The angles have shape (pairs,).  With dynamic or longrope scaling they depend on the length of each text, which is
-    read from `positions` (B, T), and have shape (B, pairs).
+    With dynamic or longrope scaling the angles depend on the length of each text, which is read from `positions`; only
+    then do they have an axis B.
     """
     dim = config.dim if config.dim is not None else head_dim
     device = positions.device if positions is not None else None
@@ -166,8 +173,8 @@ def _kept_frequencies(config: Rotary, head_dim: int, positions: Tensor) -> tuple
     return _FREQUENCIES[key]
 
 
-def rotary_angles(config: Rotary, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
-    """Compute the rotary angles at `positions` (B, T) for heads of size `head_dim` (Su et al. 2021)."""
+def rotary_angles(config: Rotary, head_dim: int, positions: Int[Tensor, "B T"], dtype: torch.dtype) -> RotaryAngles:
+    """Compute the rotary angles at `positions` for heads of size `head_dim` (Su et al. 2021)."""
     frequencies, factor = _kept_frequencies(config, head_dim, positions)
     frequencies = frequencies.to(positions.device).unflatten(0, (-1, 1, 1)) if frequencies.dim() > 1 else frequencies
     angles = positions[:, None, :, None].float() * frequencies.to(positions.device)  # (B, 1, T, pairs)
@@ -189,8 +196,8 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def apply_rotary(x: Tensor, angles: RotaryAngles) -> Tensor:
-    """Rotate the first 2·pairs features of every head of x (B, H, T, K); the other features stay as they are."""
+def apply_rotary(x: Float[Tensor, "B H T K"], angles: RotaryAngles) -> Float[Tensor, "B H T K"]:
+    """Rotate the first 2·pairs features of every head of x; the other features stay as they are."""
     dim = 2 * angles.cos.shape[-1]
     x, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
     first, second = (x[..., 0::2], x[..., 1::2]) if angles.interleaved else x.chunk(2, dim=-1)
@@ -202,7 +209,7 @@ def apply_rotary(x: Tensor, angles: RotaryAngles) -> Tensor:
 _DEVICE_CONSTANTS: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
 
 
-def device_constant(numbers: Sequence[float], device: torch.device) -> Tensor:
+def device_constant(numbers: Sequence[float], device: torch.device) -> Float[Tensor, " {len(numbers)}"]:
     """Return numbers as a tensor on a device; a tensor on a GPU is kept for later calls.
 
     Copying the numbers to the GPU again would synchronize, and cannot be recorded in a CUDA graph.
@@ -231,8 +238,10 @@ def alibi_slopes(heads: int, config: Alibi = Alibi()) -> list[float]:
     return slopes + between[: heads - power]
 
 
-def alibi_bias(config: Alibi, heads: int, head_dim: int, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-    """Return the ALiBi bias (B, H, T, S), which is -slope * |distance|.
+def alibi_bias(
+    config: Alibi, heads: int, head_dim: int, q_positions: Int[Tensor, "#B T"], k_positions: Int[Tensor, "#B S"]
+) -> Float[Tensor, "B {heads} T S"]:
+    """Return the ALiBi bias, which is -slope * |distance|.
 
     The form "falcon" is slope * key position, rounded to bf16 and scaled like the scores.
     """
@@ -244,7 +253,9 @@ def alibi_bias(config: Alibi, heads: int, head_dim: int, q_positions: Tensor, k_
     return -slopes * distance
 
 
-def relative_position_bucket(config: Buckets, relative_position: Tensor, *, bidirectional: bool) -> Tensor:
+def relative_position_bucket(
+    config: Buckets, relative_position: Int[Tensor, "*pairs"], *, bidirectional: bool
+) -> Int[Tensor, "*pairs"]:
     """Return the T5 bucket of each relative position, which is key position - query position (Raffel et al. 2020).
 
     Small distances have a bucket each; large distances share buckets that are spaced logarithmically.
@@ -266,12 +277,12 @@ def relative_position_bucket(config: Buckets, relative_position: Tensor, *, bidi
 def bucket_bias(
     config: Buckets,
     embedding: Callable[[Tensor], Tensor],
-    q_positions: Tensor,
-    k_positions: Tensor,
+    q_positions: Int[Tensor, "#B T"],
+    k_positions: Int[Tensor, "#B S"],
     *,
     bidirectional: bool,
-) -> Tensor:
-    """Return the learned bias (B, H, T, S) for every query and key by their relative position.
+) -> Float[Tensor, "B H T S"]:
+    """Return the learned bias for every query and key by their relative position.
 
     `embedding` looks buckets up in a table (count, H).
     """
@@ -283,11 +294,11 @@ def bucket_bias(
 def score_bias(
     config: AttentionConfig,
     head_size: int,
-    q_positions: Tensor,
-    k_positions: Tensor,
+    q_positions: Int[Tensor, "#B T"],
+    k_positions: Int[Tensor, "#B S"],
     table: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """Return the bias (B, H, T, S) that positions add to the scores; `table` looks up learned biases."""
+) -> Float[Tensor, "B H T S"]:
+    """Return the bias that positions add to the scores; `table` looks up learned biases."""
     positions, heads = config.positions, config.num_unpruned_heads
     if isinstance(positions, Alibi):
         return select_kept_heads(alibi_bias(positions, heads, head_size, q_positions, k_positions), config)
@@ -297,6 +308,6 @@ def score_bias(
     raise NotImplementedError(f"score bias of {positions}")
 
 
-def select_kept_heads(bias: Tensor, config: AttentionConfig) -> Tensor:
-    """Select the heads that head pruning has kept from a bias (B, unpruned heads, T, S); the result is (B, H, T, S)."""
+def select_kept_heads(bias: Float[Tensor, "B unpruned T S"], config: AttentionConfig) -> Float[Tensor, "B H T S"]:
+    """Select the heads that head pruning has kept from a bias."""
     return bias[:, list(config.kept_heads)] if config.kept_heads else bias

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -39,16 +40,16 @@ BLOCK = 128  # tokens in a block
 
 
 def attend_banded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Float[Tensor, "B H T K"],
+    k: Float[Tensor, "B G S K"],
+    v: Float[Tensor, "B G S Kv"],
     plan: TilePlan,
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     dropout: float = 0.0,
-) -> Tensor:
+) -> Float[Tensor, "B H T Kv"]:
     """Compute `attend` with the mask from which the plan was made."""
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
@@ -139,8 +140,8 @@ class _Tiles:
         return q, k, v
 
 
-def split_tiles(x: Tensor, tile: int, order: Tensor | None) -> Tensor:
-    """Cut x (B, H, T, K) into tiles (B, tiles, tile, H, K), after reordering the tokens; the last tile is padded."""
+def split_tiles(x: Shaped[Tensor, "B H T K"], tile: int, order: Tensor | None) -> Shaped[Tensor, "B tiles {tile} H K"]:
+    """Cut the tokens into tiles, after reordering them; the last tile is padded."""
     x = x.transpose(1, 2)
     if order is not None:
         x = x.gather(1, order[:, :, None, None].expand(x.shape))
@@ -148,21 +149,23 @@ def split_tiles(x: Tensor, tile: int, order: Tensor | None) -> Tensor:
     return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).unflatten(1, (-1, tile))
 
 
-def join_tiles(x: Tensor, length: int, order: Tensor | None) -> Tensor:
-    """Undo `split_tiles`: return (B, H, T, K) for tiles (B, tiles, tile, H, K)."""
+def join_tiles(
+    x: Shaped[Tensor, "B tiles tile H K"], length: int, order: Tensor | None
+) -> Shaped[Tensor, "B H {length} K"]:
+    """Undo `split_tiles`."""
     x = x.flatten(1, 2)[:, :length]
     if order is not None:
         x = x.gather(1, order.argsort(dim=-1)[:, :, None, None].expand(x.shape))
     return x.transpose(1, 2)
 
 
-def fold_groups(x: Tensor, groups: int) -> Tensor:
-    """Put the query heads that share a key head side by side: (U, tile, H, K) becomes (U, G, H / G * tile, K)."""
+def fold_groups(x: Shaped[Tensor, "U tile H K"], groups: int) -> Shaped[Tensor, "U {groups} R K"]:
+    """Put the query heads that share a key head side by side, R = H / G * tile rows for each key head."""
     return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
-def unfold_groups(x: Tensor, tile: int) -> Tensor:
-    """Undo `fold_groups`: (U, G, H / G * tile, K) becomes (U, tile, H, K)."""
+def unfold_groups(x: Shaped[Tensor, "U G R K"], tile: int) -> Shaped[Tensor, "U {tile} H K"]:
+    """Undo `fold_groups`."""
     return x.unflatten(2, (-1, tile)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 

@@ -9,6 +9,7 @@ import operator
 from typing import Any, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from monoblock.config.model import AttentionConfig, Rotary, StackConfig
@@ -103,18 +104,15 @@ class Stack(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Float[Tensor, "B T D"],
         token_positions: TokenPositions,
         *,
-        memory: Tensor | None = None,
+        memory: Float[Tensor, "B S D"] | None = None,
         memory_positions: TokenPositions | None = None,
         cache: Cache | None = None,
         tap: Tap | None = None,
-    ) -> Tensor:
-        """Run the blocks on x (B, T, D), with cross-attention to memory (B, S, D) if it is given.
-
-        The output has the shape of x.
-        """
+    ) -> Float[Tensor, "B T D"]:
+        """Run the blocks on x, with cross-attention to memory if it is given."""
         inputs = self.block_inputs(x, token_positions, memory, memory_positions, cache)
         for layer, (block, context, options) in zip(self.layers, inputs, strict=True):
             x = self._round_hidden(x)
