@@ -22,7 +22,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monoblock.accounting.flops import (
-    BatchShape,
     count_visible_keys,
     feedforward_flops,
     linear_attention_flops,
@@ -31,14 +30,14 @@ from monoblock.accounting.flops import (
     resolve_batch_shape,
     stack_flops,
 )
-from monoblock.accounting.memory import (
-    block_bytes,
-    head_bytes,
-    kv_elements_per_position,
-    linear_state_elements,
-    stored_bytes,
+from monoblock.accounting.memory import kv_elements_per_position, linear_state_elements, matrix_bytes, stored_bytes
+from monoblock.accounting.parameters import (
+    attention_linears,
+    block_linears,
+    count_blocks,
+    head_linears,
+    router_linear,
 )
-from monoblock.accounting.parameters import attention_linears, block_matrix_weights, count_blocks, head_linears
 from monoblock.config.model import BlockConfig, ModelConfig, RecurrentConfig
 from monoblock.errors import InputError
 
@@ -106,92 +105,51 @@ def _sum_of_squares(number: int) -> int:
 
 
 def _block_flops(block: BlockConfig, setup: DecodingSetup, source: int) -> int:
-    flops = matrix_flops(attention_linears(block.attention, block.width), setup.positions)
-    flops += _attention_flops(block, setup)
-    flops += feedforward_flops(block, setup.positions)
+    attention, width = block.attention, block.width
+    flops = matrix_flops(attention_linears(attention, width), setup.positions) + feedforward_flops(
+        block, setup.positions
+    )
+    if attention.kind != "linear":
+        flops += setup.attention_pairs(attention.cached_window) * pair_flops(attention, width)
+    else:
+        flops += linear_attention_flops(attention, width, setup.prompt_length)
+        if setup.use_cache:  # a step updates the sums
+            steps = setup.num_beams * (setup.new_tokens - 1)
+            flops += steps * linear_attention_flops(attention, width, 1, needed_only=True)
+        else:
+            lengths = range(setup.prompt_length + 1, setup.prompt_length + setup.new_tokens)
+            flops += setup.num_beams * sum(linear_attention_flops(attention, width, length) for length in lengths)
     if block.cross:
-        query, key, value, output = attention_linears(block.cross, block.width)
+        query, key, value, output = attention_linears(block.cross, width)
         source_passes = 1 if setup.use_cache else setup.logit_positions
         flops += matrix_flops((query, output), setup.positions) + matrix_flops((key, value), source_passes * source)
-        flops += setup.positions * source * pair_flops(block.cross, block.width)
+        flops += setup.positions * source * pair_flops(block.cross, width)
     return flops
 
 
-def _attention_flops(block: BlockConfig, setup: DecodingSetup) -> int:
-    """Count the FLOPs of self-attention without its projections; linear attention with a cache updates its sums."""
-    attention, width = block.attention, block.width
-    if attention.kind != "linear":
-        return setup.attention_pairs(attention.cached_window) * pair_flops(attention, width)
-    end = setup.prompt_length + setup.new_tokens - 1
-    flops = linear_attention_flops(attention, width, setup.prompt_length)
-    if setup.use_cache:
-        steps = setup.num_beams * (setup.new_tokens - 1)
-        return flops + steps * linear_attention_flops(attention, width, 1, needed_only=True)
-    lengths = range(setup.prompt_length + 1, end + 1)
-    return flops + setup.num_beams * sum(linear_attention_flops(attention, width, length) for length in lengths)
-
-
-def _sums_moved(config: ModelConfig, setup: DecodingSetup) -> int:
-    """Count the fp32 elements of the sums of linear attention that one sequence writes, and reads in later steps."""
-    assert config.decoder is not None
-    blocks = count_blocks(config.decoder).items()
-    sums = sum(times * linear_state_elements(block.attention, block.width) for block, times in blocks)
-    return sums * (1 + 2 * setup.num_beams * (setup.new_tokens - 1)) if setup.use_cache else 0
-
-
-def _block_weights_read(block: BlockConfig, rows: int) -> int:
-    """Count the matrix weights of a block that a step over `rows` tokens reads; few tokens read only some experts."""
-    return block_matrix_weights(block, _experts_read(block, rows))
-
-
-def _experts_read(block: BlockConfig, rows: int) -> int | None:
-    experts = block.feedforward.experts
-    return min(experts.count, rows * experts.top_k) if experts else None
-
-
-def _block_cache_traffic(block: BlockConfig, setup: DecodingSetup, source: int) -> int:
-    """Count the elements of keys and values that a block writes and reads for one sequence."""
-    positions = setup.positions + setup.keys_read(block.attention.cached_window)
-    elements = positions * kv_elements_per_position(block.attention, block.width)
-    if block.attention.kind == "linear" and setup.use_cache:
-        elements = 0  # see `_sums_moved`
+def _cache_bytes(block: BlockConfig, setup: DecodingSetup, source: int, dtype: str) -> int:
+    """Return the bytes of keys, values and sums of linear attention that a block writes and reads for one sequence."""
+    attention, width, elements, sums = block.attention, block.width, 0, 0
+    if attention.kind == "linear" and setup.use_cache:  # the prompt writes the sums, each later step reads and writes
+        sums = linear_state_elements(attention, width) * (1 + 2 * setup.num_beams * (setup.new_tokens - 1))
+    else:
+        positions = setup.positions + setup.keys_read(attention.cached_window)
+        elements = positions * kv_elements_per_position(attention, width)
     if block.cross:
         written = source * (1 if setup.use_cache else setup.logit_positions)
-        elements += (written + setup.logit_positions * source) * kv_elements_per_position(block.cross, block.width)
-    return elements
+        elements += (written + setup.logit_positions * source) * kv_elements_per_position(block.cross, width)
+    return stored_bytes(elements, dtype) + 4 * sums
 
 
-def _elements_moved(config: ModelConfig, setup: DecodingSetup, shape: BatchShape) -> int:
-    """Count the weights, keys and values that decoder and head read or write in all steps."""
-    assert config.decoder is not None
-    elements = setup.new_tokens * sum(linear.num_weights for linear in head_linears(config))
-    for block, times in count_blocks(config.decoder).items():
-        weights = _block_weights_read(block, shape.batch * setup.prompt_length)
-        weights += (setup.new_tokens - 1) * _block_weights_read(block, _rows_per_step(setup, shape))
-        elements += times * (weights + shape.batch * _block_cache_traffic(block, setup, shape.source))
-    return elements
+def _weight_bytes_read(config: ModelConfig, block: BlockConfig, rows: int, dtype: str) -> int:
+    """Return the bytes of a block's matrices that a step over `rows` tokens reads; few tokens read only some experts.
 
-
-def _rows_per_step(setup: DecodingSetup, shape: BatchShape) -> int:
-    """Return the number of tokens computed in the second step; without a cache, later steps compute more."""
-    return shape.batch * setup.num_beams * (1 if setup.use_cache else setup.prompt_length + 1)
-
-
-def _quantization_savings(config: ModelConfig, setup: DecodingSetup, shape: BatchShape, dtype: str) -> int:
-    """Count how many fewer bytes of weights are read because the model is quantized."""
-    head_weights = sum(linear.num_weights for linear in head_linears(config))
-    savings = setup.new_tokens * (stored_bytes(head_weights, dtype) - head_bytes(config, dtype))
-    passes = {  # for each stack, pairs of a number of steps and the rows in each of them
-        "decoder": ((1, shape.batch * setup.prompt_length), (setup.new_tokens - 1, _rows_per_step(setup, shape))),
-        "encoder": ((1, shape.batch * shape.source),),
-    }
-    for name, stack in config.stacks.items():
-        for block, times in count_blocks(stack).items():
-            for steps, rows in passes[name]:
-                experts = _experts_read(block, rows)
-                unquantized = stored_bytes(block_matrix_weights(block, experts), dtype)
-                savings += steps * times * (unquantized - block_bytes(config, block, dtype, experts))
-    return savings
+    The router is not quantized.
+    """
+    experts, router = block.feedforward.experts, router_linear(block.feedforward, block.width)
+    count = min(experts.count, rows * experts.top_k) if experts else None
+    router_bytes = stored_bytes(router.num_weights, dtype) if router else 0
+    return matrix_bytes(config, block_linears(block, count), dtype) + router_bytes
 
 
 def decoding_cost(
@@ -219,16 +177,16 @@ def decoding_cost(
     length = prompt + new - 1
     shape = resolve_batch_shape(config, batch, *((source, length) if config.encoder else (length, None)))
     setup = DecodingSetup(prompt_length=prompt, new_tokens=new, num_beams=beams, use_cache=cached)
-    flops = setup.logit_positions * matrix_flops(head_linears(config), 1)
+    flops = batch * setup.logit_positions * matrix_flops(head_linears(config), 1)
+    moved = new * matrix_bytes(config, head_linears(config), dtype)
+    rows = batch * beams * (1 if cached else prompt + 1)  # in the second step; without a cache, later ones compute more
     for block, times in count_blocks(config.decoder).items():
-        flops += times * _block_flops(block, setup, shape.source)
-    flops *= batch
-    elements = _elements_moved(config, setup, shape)
+        flops += times * batch * _block_flops(block, setup, shape.source)
+        weights = _weight_bytes_read(config, block, batch * prompt, dtype)
+        weights += (new - 1) * _weight_bytes_read(config, block, rows, dtype)
+        moved += times * (weights + batch * _cache_bytes(block, setup, shape.source, dtype))
     if config.encoder:
         flops += sum(stack_flops(config.encoder, batch, shape.source, 0).values())
         for block, times in count_blocks(config.encoder).items():
-            elements += times * _block_weights_read(block, batch * shape.source)
-    moved = stored_bytes(elements, dtype) + 4 * batch * _sums_moved(config, setup)
-    if config.quantize:
-        moved -= _quantization_savings(config, setup, shape, dtype)
+            moved += times * _weight_bytes_read(config, block, batch * shape.source, dtype)
     return DecodingCost(steps=new, positions=batch * setup.positions, flops=flops, bytes_moved=moved)

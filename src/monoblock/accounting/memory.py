@@ -7,7 +7,7 @@ master copy, and a parameter takes 4 + 4 + 8 bytes. The saved activations are de
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -20,9 +20,8 @@ from monoblock.accounting.parameters import (
     count_parameters,
     head_linears,
     projection_linear,
-    router_linear,
 )
-from monoblock.config.model import AttentionConfig, BlockConfig, EmbeddingConfig, ModelConfig, RecurrentConfig
+from monoblock.config.model import AttentionConfig, EmbeddingConfig, ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, did_you_mean
 
 DTYPE_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
@@ -53,8 +52,7 @@ def stored_bytes(count: int, dtype: str) -> int:
 
 def activation_bytes(saved: SavedActivations, dtype: str) -> tuple[int, int]:
     """Return the size in bytes of all saved activations except attention weights, and that of the attention weights."""
-    activations = stored_bytes(saved.elements, dtype) + 4 * saved.fp32_elements + saved.raw_bytes
-    return activations, stored_bytes(saved.attention_elements, dtype)
+    return stored_bytes(saved.elements, dtype) + saved.raw_bytes, stored_bytes(saved.attention_elements, dtype)
 
 
 def attention_matrix_bytes(*, batch: int = 1, heads: int = 1, queries: int, keys: int | None = None, dtype: str) -> int:
@@ -137,56 +135,22 @@ def weight_bytes(config: ModelConfig, dtype: str) -> int:
     count = sum(count_parameters(config).values())
     if config.quantize is None:
         return stored_bytes(count, dtype)
-    quantized = list(_quantized_linears(config))
-    rest = count - sum(linear.num_weights for linear in quantized)
-    return _packed_bytes(config, quantized) + stored_bytes(rest, dtype)
-
-
-def block_bytes(config: ModelConfig, block: BlockConfig, dtype: str, experts: int | None = None) -> int:
-    """Return the size of a block's matrices in bytes, including those of `experts` experts (None: all).
-
-    The router is not quantized.
-    """
-    router = router_linear(block.feedforward, block.width)
-    router_bytes = stored_bytes(router.num_weights, dtype) if router else 0
-    return _bytes_read(config, block_linears(block, experts), dtype) + router_bytes
-
-
-def head_bytes(config: ModelConfig, dtype: str) -> int:
-    """Return the size in bytes of the matrices that the head reads, including one that is tied to the embedding."""
-    return _bytes_read(config, [_rename_head_output(linear) for linear in head_linears(config)], dtype)
-
-
-def _bytes_read(config: ModelConfig, linears: Iterable[LinearShape], dtype: str) -> int:
-    linears = list(linears)
-    if config.quantize is None:
-        return stored_bytes(sum(linear.num_weights for linear in linears), dtype)
-    return _packed_bytes(config, linears)
-
-
-def _packed_bytes(config: ModelConfig, linears: Iterable[LinearShape]) -> int:
-    scheme = config.quantize
-    assert scheme is not None
-    return sum(
-        scheme.packed_bytes(linear.inputs, linear.outputs, is_vocab_matrix=linear.name in ("token", "head.output"))
-        for linear in linears
-    )
-
-
-def _quantized_linears(config: ModelConfig) -> Iterator[LinearShape]:
-    """Yield every matrix that is quantized, and tied matrices only once."""
-    for name, input_config in config.inputs.items():
-        if isinstance(input_config, EmbeddingConfig):
+    matrices = [linear for linear in head_linears(config) if not linear.tied]
+    for name, part in config.inputs.items():
+        if isinstance(part, EmbeddingConfig):
             if name == "input" or config.tie not in ("source_target", "three_way"):
-                yield LinearShape("token", input_config.dim or config.width, input_config.vocab)
-            projection = projection_linear(input_config, config.width)
-            yield from [projection] if projection else []
+                matrices.append(LinearShape("token", part.dim or config.width, part.vocab, is_vocab_matrix=True))
+            matrices += filter(None, [projection_linear(part, config.width)])
     for stack in config.stacks.values():
         for block, times in count_blocks(stack, owned_only=True).items():
-            yield from list(block_linears(block)) * times
-    yield from (_rename_head_output(linear) for linear in head_linears(config) if not linear.tied)
+            matrices += [*block_linears(block)] * times
+    rest = count - sum(linear.num_weights for linear in matrices)
+    return matrix_bytes(config, matrices, dtype) + stored_bytes(rest, dtype)
 
 
-def _rename_head_output(linear: LinearShape) -> LinearShape:
-    """Rename the "output" of the head to "head.output", because attention has an "output" matrix too."""
-    return linear._replace(name="head.output") if linear.name == "output" else linear
+def matrix_bytes(config: ModelConfig, linears: Iterable[LinearShape], dtype: str) -> int:
+    """Return the size in bytes of matrices, packed if the model is quantized; tied matrices are counted too."""
+    scheme = config.quantize
+    if scheme is None:
+        return stored_bytes(sum(linear.num_weights for linear in linears), dtype)
+    return sum(scheme.packed_bytes(one.inputs, one.outputs, is_vocab_matrix=one.is_vocab_matrix) for one in linears)

@@ -24,14 +24,13 @@ from monoblock.config.model import (
     EmbeddingConfig,
     FeedForwardConfig,
     FramesConfig,
-    HeadConfig,
     Learned,
     ModelConfig,
     NormConfig,
     PatchConfig,
     StackConfig,
 )
-from monoblock.config.parts import SEQUENCE_HEADS, VOCABULARY_HEADS
+from monoblock.config.parts import SEQUENCE_HEADS
 
 ParameterCounts = dict[str, int]
 RowKind = Literal["tokens", "sequences"]  # whether a matrix is applied to every token, or to one vector per sequence
@@ -46,6 +45,7 @@ class LinearShape(NamedTuple):
     bias: bool = False
     tied: bool = False  # the matrix is counted with another component; the bias is not
     applied_to: RowKind = "tokens"
+    is_vocab_matrix: bool = False  # quantized to bits of its own
 
     @property
     def num_weights(self) -> int:
@@ -105,7 +105,7 @@ def head_linears(config: ModelConfig) -> tuple[LinearShape, ...]:
     if head is None:
         return ()
     rows: RowKind = "sequences" if head.kind in SEQUENCE_HEADS else "tokens"
-    size = _output_matrix_inputs(config, head)
+    size, outputs = config.output_shape
     linears = []
     if head.pooler != "none":
         linears.append(LinearShape("pooler", config.width, config.width, bias=True, applied_to="sequences"))
@@ -113,32 +113,12 @@ def head_linears(config: ModelConfig) -> tuple[LinearShape, ...]:
         linears.append(LinearShape("transform", config.width, size, head.transform_bias, applied_to=rows))
     elif size != config.width:
         linears.append(LinearShape("projection", config.width, size))
-    outputs = _num_outputs(config, head)
     if outputs:
         tied = config.tie in ("output", "three_way")
-        linears.append(LinearShape("output", size, outputs, head.bias == "learned", tied, rows))
+        linears.append(LinearShape("output", size, outputs, head.bias == "learned", tied, rows, is_vocab_matrix=True))
     if head.teacher:
         linears.append(LinearShape("teacher", size, outputs, head.bias == "learned", applied_to=rows))
     return tuple(linears)
-
-
-def _output_matrix_inputs(config: ModelConfig, head: HeadConfig) -> int:
-    """Return the input size of the output matrix.
-
-    It is the width, or the size of a factorized embedding if the output is tied to it or the head is a masked LM.
-    """
-    embedding = config.target_input
-    has_embedding_size = head.kind == "masked_lm" or config.tie in ("output", "three_way")
-    if isinstance(embedding, EmbeddingConfig) and embedding.dim is not None and has_embedding_size:
-        return embedding.dim
-    return config.width
-
-
-def _num_outputs(config: ModelConfig, head: HeadConfig) -> int:
-    if head.kind in VOCABULARY_HEADS:
-        assert isinstance(config.target_input, EmbeddingConfig)
-        return config.target_input.vocab
-    return {"spans": 2, "pooled": head.project or 0}.get(head.kind, head.classes or 0)
 
 
 # -- counting --------------------------------------------------------------------------------------------------------
@@ -279,7 +259,7 @@ def _head_parameters(config: ModelConfig) -> Iterator[tuple[str, int]]:
         else:
             yield linear.name, linear.num_parameters
     if config.head is not None:
-        yield "norm", norm_parameters(config.head.norm, _output_matrix_inputs(config, config.head))
+        yield "norm", norm_parameters(config.head.norm, config.output_shape[0])
 
 
 def count_parameters(config: ModelConfig, *, active: bool = False) -> ParameterCounts:

@@ -125,7 +125,7 @@ def rank_memory(
         for stage in stages
         for key in set(stage.blocks)
     }
-    outside, loss = _outside_bytes(config, shape, plan, checkpointing), _loss_bytes(config, shape, plan)
+    outside, loss = _outside_bytes(config, shape, plan, bool(checkpointing)), _loss_bytes(config, shape, plan)
     memories = []
     for number, stage in enumerate(stages):
         blocks = [sizes[key] for key in stage.blocks]
@@ -190,34 +190,28 @@ def _block_bytes(
     """Count the bytes of a block on one rank."""
     narrow, feedforward, rows = narrow_block(block, plan.tensor), block.feedforward, shape.batch * length
     elements, norm_extra, mode = rows * block.width, _norm_extra(block.norm, plan), block_mode(block, checkpointing)
-    stream = elements * plan.stream_bytes
     saved = _to_bytes(block_activations(narrow, shape, length, fused=True)) + count_norms(block) * elements * norm_extra
     if block.cross:
         saved += 4 * shape.batch * shape.source * block.width
     kept = saved
     if mode:  # the input of the block is one of the kept activations, and has the precision of the residual stream
-        kept = (
-            _to_bytes(kept_activations(narrow, shape, length, checkpointing=mode, fused=True)) + stream - 2 * elements
-        )
+        kept = _to_bytes(kept_activations(narrow, shape, length, checkpointing=mode, fused=True))
+        kept += (plan.stream_bytes - 2) * elements
     copies = 0 if plan.shard > 1 else 2 * rank_block_parameters(block, plan.tensor).matrices
     hidden = rows * narrow.feedforward.hidden * (feedforward.experts.top_k if feedforward.experts else 1)
-    gradients = 2 * hidden * (3 if feedforward.gated else 2)
-    backward = saved + gradients + (copies if mode else 0)
-    return BlockBytes(
-        kept,
-        0 if mode == "selective" else copies,
-        max(backward, kept + RMS_NORM_BYTES * elements if norm_extra > 2 else 0),
-    )
+    backward = saved + 2 * hidden * (3 if feedforward.gated else 2) + (copies if mode else 0)
+    if norm_extra > 2:
+        backward = max(backward, kept + RMS_NORM_BYTES * elements)
+    return BlockBytes(kept, 0 if mode == "selective" else copies, backward)
 
 
-def _outside_bytes(config: ModelConfig, shape: BatchShape, plan: ParallelPlan, checkpointing: CheckpointMode) -> int:
+def _outside_bytes(config: ModelConfig, shape: BatchShape, plan: ParallelPlan, recomputed: bool) -> int:
     """Count the bytes of activations outside the blocks."""
     narrow = narrow_model(config, plan.tensor)
-    saved = outside_activations(narrow, shape, fused=True, recomputed=bool(checkpointing))
-    norms = sum(
-        shape.batch * shape.length(name) * _norm_extra(stack.norm, plan) for name, stack in config.stacks.items()
-    )
-    return _to_bytes(saved) + norms * config.width
+    saved = _to_bytes(outside_activations(narrow, shape, fused=True, recomputed=recomputed))
+    rows = {name: shape.batch * shape.length(name) for name in config.stacks}
+    norms = sum(rows[name] * _norm_extra(stack.norm, plan) for name, stack in config.stacks.items())
+    return saved + norms * config.width
 
 
 def _loss_bytes(config: ModelConfig, shape: BatchShape, plan: ParallelPlan) -> int:

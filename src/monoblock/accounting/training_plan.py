@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from monoblock.accounting.activations import block_mode, recomputes_attention
+from monoblock.accounting.activations import block_mode, recomputes_scores
 from monoblock.accounting.flops import BatchShape, Flops, block_flops, flops
 from monoblock.accounting.fused_loss import fuses_loss
 from monoblock.accounting.parallel import GPUS_PER_NODE, ParallelPlan, split_stages
@@ -245,7 +245,7 @@ def recomputed_flops(config: ModelConfig, costs: Flops, checkpointing: Checkpoin
             mode, components = block_mode(block, checkpointing), block_flops(block, shape.batch, length, shape.source)
             if mode is True:
                 total += times * sum(components.values())
-            elif mode == "selective" and recomputes_attention(block.attention, block.width, length):
+            elif mode == "selective" and recomputes_scores(block.attention, length):
                 total += times * components["attention.scores"]
     return total
 

@@ -1,9 +1,9 @@
 """Change some choices of a configuration and keep the rest: `vary(config, norm="rms", kv_heads=2)`.
 
-A knob is a short name for a field somewhere inside a ModelConfig; KNOBS maps it to the classes that have this field and
-the function that sets it. All knobs of a call are set in one pass, inner parts first, so that values that must agree
-(width and heads, window and random_blocks) are validated together, in any order. Family constructors, recipes and the
-command line use these names.
+A knob is a short name for a field somewhere inside a ModelConfig.  The fields of `Knobs` state its type, meaning and
+paper, the classes that have the field, and the function that sets it if more changes than a field.  All knobs of a call
+are set in one pass, inner parts first, so that values that must agree (width and heads, window and random_blocks) are
+validated together, in any order. Family constructors, recipes and the command line use these names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
+from operator import attrgetter
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, get_args, get_type_hints
 
 from monoblock.config.field_description import REQUIRED, allows_none, describe_fields, list_choices
 from monoblock.config.model import (
@@ -23,7 +24,6 @@ from monoblock.config.model import (
     FeedForwardConfig,
     HeadConfig,
     InitConfig,
-    Learned,
     ModelConfig,
     NormConfig,
     PatchConfig,
@@ -39,10 +39,7 @@ from monoblock.config.parts import (
     NORM_ROWS,
     POSITION_SCHEMES,
     Activation,
-    ActivationRow,
-    AttentionPositions,
     NormKind,
-    NormRow,
     PositionScheme,
     Scaling,
 )
@@ -50,76 +47,6 @@ from monoblock.config.schema import shorten_int
 from monoblock.errors import ConfigError, did_you_mean, with_article
 
 EncoderHead = Literal["pooled", "masked_lm", "classifier", "regression", "tagger", "spans", "none"]
-
-
-class StyleKnobs(TypedDict, total=False):
-    """The knobs that are not a named parameter of any family constructor."""
-
-    segments: int  # number of token types that are embedded; 0: none
-    embedding_scale: float | Literal["sqrt_width"]  # factor on the token embedding; sqrt_width with sinusoid positions
-    embedding_norm: bool  # normalize the embedding
-    class_token: bool  # put a learned token before the image patches
-    attention: Literal["softmax", "linear"]  # weights by a softmax of scores, or by products of features (linear time)
-    kv_heads: int | None  # number of key/value heads, which query heads share; None: one per query head
-    value_dim: int | None  # size of a value head; None: head_dim
-    scale: float | None  # factor on the attention scores; None: 1 / sqrt(head_dim); 1: not scaled
-    softcap: float | None  # attention scores become cap * tanh(score / cap); None: no cap
-    mask: Literal["causal", "prefix", "full"]  # a token sees earlier tokens, also the whole prefix, or all tokens
-    window: int | None  # a token sees only keys closer than this; None: all that the mask allows
-    global_tokens: bool  # tokens that flags mark, by default the first, see and are seen beyond the window
-    random_blocks: int  # number of random earlier blocks that each block of positions sees beyond the window
-    block_size: int  # number of positions in a random block
-    qk_norm: bool  # normalize queries and keys
-    positions: PositionScheme  # how positions are encoded
-    rotary_base: float  # base of the rotary wavelengths
-    rotary_dim: int | None  # number of features of a head that are rotated; None: all
-    scaling: Scaling | None  # scaling of rotary frequencies for longer contexts; None: not scaled
-    activation: Activation  # nonlinearity of the feed-forward network
-    gated: bool  # multiply the activation by a second projection (GLU, SwiGLU, GeGLU)
-    experts: int  # number of experts in each feed-forward network; without this knob there are none
-    top_k: int  # number of experts for each token
-    norm: NormKind  # LayerNorm, RMSNorm, BatchNorm over rows and positions, or no norm
-    eps: float  # added to the variance or mean square in a norm
-    norm_place: Literal["pre", "post", "output", "sandwich"]  # where a sublayer is normalized
-    residual: Literal["sequential", "parallel", "parallel_shared", "none"]  # how sublayers are added; none: not
-    bias: bool  # biases in attention and feed-forward projections
-    dropout: float  # dropout probability everywhere except in the head
-    attention_dropout: float  # dropout probability of the attention weights; overrides dropout
-    embedding_dropout: float  # dropout probability of the embedding; overrides dropout
-    word_dropout: float  # probability that the whole embedding of a token is set to zero
-    head_dropout: float  # dropout probability in the head
-    pooling: Literal["first", "last", "mean"]  # which hidden state represents the sequence
-    pooler: Literal["none", "tanh", "relu", "gelu"]  # activation of a linear layer after pooling
-    tie: Literal["none", "output", "source_target", "three_way"]  # which embeddings and output share a matrix
-    init: Literal["normal", "xavier", "t5", "small"]  # how the weights are initialized
-    std: float  # standard deviation of the initialization
-
-
-class HeadSizeKnobs(StyleKnobs, total=False):
-    """The knobs of a family whose constructor has `hidden`, but not `head_dim`."""
-
-    head_dim: int | None  # size of a query and key head; None: width / heads
-
-
-class SizeKnobs(HeadSizeKnobs, total=False):
-    """The knobs of a family whose constructor has neither `hidden` nor `head_dim`."""
-
-    hidden: int  # hidden size of the feed-forward network; 0: no feed-forward network
-
-
-class Knobs(SizeKnobs, total=False):
-    """All knobs."""
-
-    vocab: int  # size of the vocabulary
-    context: int | None  # length of the longest sequence; a limit for learned positions
-    image: int  # height and width of an image in pixels
-    patch: int  # height and width of a patch in pixels
-    channels: int  # number of colour channels of an image
-    width: int  # size of the hidden states; hidden is scaled with it, unless it is given too
-    depth: int  # number of blocks, in the encoder and in the decoder
-    heads: int  # number of query heads
-    head: EncoderHead  # the head of an encoder; a decoder can have classifier, regression and none
-    classes: int  # number of outputs of a classifier, tagger or regression head
 
 
 def check_positive_int(name: str, value: Any) -> int:
@@ -177,24 +104,7 @@ def rebuild(config: ConfigT, edit: Callable[[Any, FieldValues], None]) -> Config
     return type(config)(**values)
 
 
-@dataclasses.dataclass(frozen=True)
-class SetField:
-    """A function that sets the field `name`."""
-
-    name: str
-
-    def __call__(self, part: Any, values: FieldValues, value: Any) -> None:
-        values[self.name] = value
-
-
-@dataclasses.dataclass(frozen=True)
-class SetSelfAttention:
-    """A function that sets the field `name` of self-attention and leaves cross-attention unchanged."""
-
-    name: str
-
-    def __call__(self, part: BlockConfig, values: FieldValues, value: Any) -> None:
-        values["attention"][self.name] = value
+# -- knobs that set more than a field ---------------------------------------------------------------------------------
 
 
 def _scale_hidden(block: BlockConfig, values: FieldValues) -> None:
@@ -217,29 +127,30 @@ def _set_norm_kind(part: NormConfig, values: FieldValues, kind: str) -> None:
             values["affine"] = NORM_ROWS[kind].affine[0]
 
 
-def _set_final_norm(stack: StackConfig, values: FieldValues, norm_place: str) -> None:
+def _set_norm_place(part: BlockConfig | StackConfig, values: FieldValues, norm_place: str) -> None:
     """Remove the norm after the last block if the blocks are post-norm, since these end with one; else add it."""
-    values["norm"] = None if norm_place == "post" else values["norm"] or values["pattern"][0].blocks[0].norm
+    if isinstance(part, BlockConfig):
+        values["norm_place"] = norm_place
+    else:
+        values["norm"] = None if norm_place == "post" else values["norm"] or values["pattern"][0].blocks[0].norm
 
 
-def _look_up_positions(positions: str) -> tuple[Learned | Sinusoid | None, AttentionPositions | None]:
-    if not isinstance(positions, str) or positions not in POSITION_SCHEMES:
+def _set_positions(part: EmbeddingConfig | PatchConfig | BlockConfig, values: FieldValues, positions: str) -> None:
+    """Set the positions of the input and of self-attention; for image patches, sinusoids encode row and column."""
+    _check_choice("positions", positions, POSITION_SCHEMES)
+    added, inside = POSITION_SCHEMES[positions]  # type: ignore[index]
+    if isinstance(part, BlockConfig):
+        values["attention"]["positions"] = inside
+    else:
+        is_grid = isinstance(part, PatchConfig) and isinstance(added, Sinusoid)
+        values["positions"] = Sinusoid(form="grid") if is_grid else added
+
+
+def _check_choice(name: str, value: Any, choices: Mapping[Any, Any], note: str = "") -> None:
+    if not isinstance(value, str) or value not in choices:
         raise ConfigError(
-            f"positions={positions!r} is not one of {', '.join(POSITION_SCHEMES)}"
-            f"{did_you_mean(str(positions), POSITION_SCHEMES)}"
+            f"{name}={value!r} is not one of {', '.join(choices)}{note or did_you_mean(str(value), choices)}"
         )
-    return POSITION_SCHEMES[positions]
-
-
-def _set_input_positions(part: EmbeddingConfig | PatchConfig, values: FieldValues, positions: str) -> None:
-    """Set the positions that are added to the input; for image patches, sinusoids encode row and column."""
-    scheme = _look_up_positions(positions)[0]
-    is_grid = isinstance(part, PatchConfig) and isinstance(scheme, Sinusoid)
-    values["positions"] = Sinusoid(form="grid") if is_grid else scheme
-
-
-def _set_attention_positions(part: BlockConfig, values: FieldValues, positions: str) -> None:
-    values["attention"]["positions"] = _look_up_positions(positions)[1]
 
 
 def _check_bool(name: str, value: Any) -> None:
@@ -287,24 +198,19 @@ def build_encoder_head(head: str, classes: int | None, norm: NormConfig) -> Head
         "spans": lambda: HeadConfig(kind="spans", bias="learned"),
         "none": lambda: None,
     }
-    if not isinstance(head, str) or head not in heads:
-        raise ConfigError(f"head={head!r} is not one of {', '.join(heads)}{did_you_mean(str(head), heads)}")
+    _check_choice("head", head, heads)
     if classes is not None and head not in HEADS_WITH_CLASSES:
         kinds = ", ".join(HEADS_WITH_CLASSES)
         raise ConfigError(f"classes={classes} is only for the heads {kinds}, not for head={head!r}; leave it out")
     return heads[head]()
 
 
-def _build_decoder_head(head: str) -> HeadConfig | None:
-    """Build the head of kind `head` that published decoders have: it reads the last token, which sees the others."""
-    heads: dict[str, HeadConfig | None] = {
-        "classifier": HeadConfig(kind="classifier", classes=2, pooling="last"),
-        "regression": HeadConfig(kind="regression", pooling="last", classes=1),
-        "none": None,
-    }
-    if not isinstance(head, str) or head not in heads:
-        raise ConfigError(f"head={head!r} is not one of {', '.join(heads)}, which a decoder can have; leave it out")
-    return heads[head]
+# The heads that published decoders have: they read the last token, which sees the others.
+DECODER_HEADS: dict[str, HeadConfig | None] = {
+    "classifier": HeadConfig(kind="classifier", classes=2, pooling="last"),
+    "regression": HeadConfig(kind="regression", pooling="last", classes=1),
+    "none": None,
+}
 
 
 def _set_head(part: ModelConfig, values: FieldValues, head: str) -> None:
@@ -314,120 +220,208 @@ def _set_head(part: ModelConfig, values: FieldValues, head: str) -> None:
     if head == (part.head.kind if part.head else "none"):
         return
     if part.family == "decoder-only":
-        values["head"], values["tie"] = _build_decoder_head(head), "none"
+        _check_choice("head", head, DECODER_HEADS, ", which a decoder can have; leave it out")
+        values["head"], values["tie"] = DECODER_HEADS[head], "none"
     else:
         values["head"] = build_encoder_head(head, None, values["encoder"].pattern[0].blocks[0].norm)
         values["tie"] = "output" if head == "masked_lm" else "none"
 
 
-KnobSetter = tuple[tuple[type, ...], Callable[[Any, FieldValues, Any], None]]
+# -- the knobs ---------------------------------------------------------------------------------------------------------
+
 NO_PAPER = "—"
+ANY_INPUT = (EmbeddingConfig, PatchConfig)
+ATTENTION_AND_FEEDFORWARD = (AttentionConfig, FeedForwardConfig)
 
 
 class Knob(NamedTuple):
-    """What a knob sets: classes that have the field, each with the function that sets it there; and its paper."""
+    """What a knob sets: the field of its name, or `field`, in every part of these classes."""
 
-    setters: tuple[KnobSetter, ...]
+    parts: type | tuple[type, ...]
     paper: str = NO_PAPER  # if papers differ by value, each begins with the value
+    field: str = ""  # "attention.mask": in a block, of self-attention only
+    apply: Callable[[Any, FieldValues, Any], None] | None = None  # sets what is more than a field
+    is_late: bool = False  # set after others, because another knob may add the part, or sets it less specifically
+
+    def set(self, part: Any, values: FieldValues, value: Any) -> None:
+        if self.apply is not None:
+            self.apply(part, values, value)
+        else:
+            *outer, name = self.field.split(".")
+            (values[outer[0]] if outer else values)[name] = value
 
 
-def set_field(name: str, *classes: type, paper: str = NO_PAPER) -> Knob:
-    """Return a knob that sets the field `name` of every part of these classes."""
-    return Knob(((classes, SetField(name)),), paper)
-
-
-def set_self_attention(name: str, paper: str) -> Knob:
-    """Return a knob that sets the field `name` of self-attention and leaves cross-attention unchanged."""
-    return Knob((((BlockConfig,), SetSelfAttention(name)),), paper)
-
-
-def _papers(rows: Mapping[Any, ActivationRow] | Mapping[Any, NormRow]) -> str:
+def _papers(rows: Mapping[Any, Any]) -> str:
     return "; ".join(f"{kind}: {row.paper}" for kind, row in rows.items() if row.paper)
 
 
-KNOBS: dict[str, Knob] = {
-    "vocab": set_field("vocab", EmbeddingConfig),
-    "context": set_field("context", EmbeddingConfig),
-    "segments": set_field("segments", EmbeddingConfig, paper="Devlin et al. 2019"),
-    "embedding_scale": set_field("scale", EmbeddingConfig, paper="Vaswani et al. 2017"),
-    "embedding_norm": Knob((((ModelConfig,), _set_embedding_norm),), "Le Scao et al. 2022"),
-    "image": set_field("image", PatchConfig, paper="Dosovitskiy et al. 2021"),
-    "patch": set_field("patch", PatchConfig, paper="Dosovitskiy et al. 2021"),
-    "channels": set_field("channels", PatchConfig, paper="Dosovitskiy et al. 2021"),
-    "class_token": set_field("class_token", PatchConfig, paper="Dosovitskiy et al. 2021"),
-    "width": set_field("width", BlockConfig, paper="Vaswani et al. 2017"),
-    "depth": Knob((((StackConfig,), _set_depth),), "Vaswani et al. 2017"),
-    "attention": set_self_attention("kind", "softmax: Vaswani et al. 2017; linear: Katharopoulos et al. 2020"),
-    "heads": set_field("heads", AttentionConfig, paper="Vaswani et al. 2017"),
-    "kv_heads": set_field("kv_heads", AttentionConfig, paper="1: Shazeer 2019; more: Ainslie et al. 2023"),
-    "head_dim": set_field("head_dim", AttentionConfig, paper="Vaswani et al. 2017"),
-    "value_dim": set_field("value_dim", AttentionConfig, paper="Vaswani et al. 2017"),
-    "scale": set_field("scale", AttentionConfig, paper="Vaswani et al. 2017"),
-    "softcap": set_field("softcap", AttentionConfig, paper="Gemma Team 2024"),
-    "mask": set_self_attention("mask", "causal, full: Vaswani et al. 2017; prefix: Raffel et al. 2020"),
-    "window": set_self_attention("window", "Beltagy et al. 2020"),
-    "global_tokens": set_self_attention("global_tokens", "Beltagy et al. 2020"),
-    "random_blocks": set_self_attention("random_blocks", "Zaheer et al. 2020"),
-    "block_size": set_self_attention("block_size", "Zaheer et al. 2020"),
-    "qk_norm": Knob((((BlockConfig,), _set_qk_norm),), "Dehghani et al. 2023"),
-    "positions": Knob(
-        (((EmbeddingConfig, PatchConfig), _set_input_positions), ((BlockConfig,), _set_attention_positions)),
-        "sinusoid: Vaswani et al. 2017; learned: Gehring et al. 2017; rotary: Su et al. 2021; "
-        "alibi: Press et al. 2022; buckets: Raffel et al. 2020",
-    ),
-    "rotary_base": set_field("base", Rotary, paper="Su et al. 2021"),
-    "rotary_dim": set_field("dim", Rotary, paper="Wang and Komatsuzaki 2021"),
-    "scaling": set_field(
-        "scaling",
-        Rotary,
-        paper="linear: Chen et al. 2023; yarn: Peng et al. 2023; longrope: Ding et al. 2024; "
-        "llama3: Grattafiori et al. 2024",
-    ),
-    "hidden": set_field("hidden", FeedForwardConfig, paper="Vaswani et al. 2017"),
-    "activation": set_field("activation", FeedForwardConfig, paper=_papers(ACTIVATION_ROWS)),
-    "gated": set_field("gated", FeedForwardConfig, paper="Shazeer 2020"),
-    "experts": Knob((((FeedForwardConfig,), _set_experts),), "Shazeer et al. 2017"),
-    "top_k": set_field("top_k", ExpertsConfig, paper="Shazeer et al. 2017"),
-    "norm": Knob((((NormConfig,), _set_norm_kind),), _papers(NORM_ROWS)),
-    "eps": set_field("eps", NormConfig),
-    "norm_place": Knob(
-        (((BlockConfig,), SetField("norm_place")), ((StackConfig,), _set_final_norm)),
-        "post: Vaswani et al. 2017; pre: Xiong et al. 2020; output: OLMo Team 2024; sandwich: Ding et al. 2021",
-    ),
-    "residual": set_field(
-        "residual", BlockConfig, paper="sequential: He et al. 2016; parallel: Wang and Komatsuzaki 2021"
-    ),
-    "bias": Knob((((AttentionConfig, FeedForwardConfig), _set_bias),)),
-    "dropout": set_field(
-        "dropout",
-        *(AttentionConfig, FeedForwardConfig, BlockConfig, EmbeddingConfig, PatchConfig),
-        paper="Srivastava et al. 2014",
-    ),
-    "attention_dropout": set_field("dropout", AttentionConfig),
-    "embedding_dropout": set_field("dropout", EmbeddingConfig, PatchConfig, paper="Vaswani et al. 2017"),
-    "word_dropout": set_field("word_dropout", EmbeddingConfig, paper="Gal and Ghahramani 2016"),
-    "head_dropout": set_field("dropout", HeadConfig),
-    "head": Knob((((ModelConfig,), _set_head),), "Devlin et al. 2019"),
-    "classes": set_field("classes", HeadConfig),
-    "pooling": set_field("pooling", HeadConfig, paper="first: Devlin et al. 2019; mean: Reimers and Gurevych 2019"),
-    "pooler": set_field("pooler", HeadConfig, paper="Devlin et al. 2019"),
-    "tie": set_field("tie", ModelConfig, paper="output: Press and Wolf 2017; three_way: Vaswani et al. 2017"),
-    "init": set_field(
-        "kind",
-        InitConfig,
-        paper="normal: Radford et al. 2019; xavier: Glorot and Bengio 2010; t5: Raffel et al. 2020; "
-        "small: Nguyen and Salazar 2019",
-    ),
-    "std": set_field("std", InitConfig, paper="Radford et al. 2018"),
-}
+class StyleKnobs(TypedDict, total=False):
+    """The knobs that are not a named parameter of any family constructor."""
+
+    # number of token types that are embedded; 0: none
+    segments: Annotated[int, Knob(EmbeddingConfig, "Devlin et al. 2019")]
+    # factor on the token embedding; sqrt_width with sinusoid positions
+    embedding_scale: Annotated[
+        float | Literal["sqrt_width"], Knob(EmbeddingConfig, "Vaswani et al. 2017", field="scale")
+    ]
+    # normalize the embedding
+    embedding_norm: Annotated[bool, Knob(ModelConfig, "Le Scao et al. 2022", apply=_set_embedding_norm)]
+    # put a learned token before the image patches
+    class_token: Annotated[bool, Knob(PatchConfig, "Dosovitskiy et al. 2021")]
+    # weights by a softmax of scores, or by products of features (linear time)
+    attention: Annotated[
+        Literal["softmax", "linear"],
+        Knob(BlockConfig, "softmax: Vaswani et al. 2017; linear: Katharopoulos et al. 2020", field="attention.kind"),
+    ]
+    # number of key/value heads, which query heads share; None: one per query head
+    kv_heads: Annotated[int | None, Knob(AttentionConfig, "1: Shazeer 2019; more: Ainslie et al. 2023")]
+    # size of a value head; None: head_dim
+    value_dim: Annotated[int | None, Knob(AttentionConfig, "Vaswani et al. 2017")]
+    # factor on the attention scores; None: 1 / sqrt(head_dim); 1: not scaled
+    scale: Annotated[float | None, Knob(AttentionConfig, "Vaswani et al. 2017")]
+    # attention scores become cap * tanh(score / cap); None: no cap
+    softcap: Annotated[float | None, Knob(AttentionConfig, "Gemma Team 2024")]
+    # a token sees earlier tokens, also the whole prefix, or all tokens
+    mask: Annotated[
+        Literal["causal", "prefix", "full"],
+        Knob(BlockConfig, "causal, full: Vaswani et al. 2017; prefix: Raffel et al. 2020", field="attention.mask"),
+    ]
+    # a token sees only keys closer than this; None: all that the mask allows
+    window: Annotated[int | None, Knob(BlockConfig, "Beltagy et al. 2020", field="attention.window")]
+    # tokens that flags mark, by default the first, see and are seen beyond the window
+    global_tokens: Annotated[bool, Knob(BlockConfig, "Beltagy et al. 2020", field="attention.global_tokens")]
+    # number of random earlier blocks that each block of positions sees beyond the window
+    random_blocks: Annotated[int, Knob(BlockConfig, "Zaheer et al. 2020", field="attention.random_blocks")]
+    # number of positions in a random block
+    block_size: Annotated[int, Knob(BlockConfig, "Zaheer et al. 2020", field="attention.block_size")]
+    # normalize queries and keys
+    qk_norm: Annotated[bool, Knob(BlockConfig, "Dehghani et al. 2023", apply=_set_qk_norm)]
+    # how positions are encoded
+    positions: Annotated[
+        PositionScheme,
+        Knob(
+            (*ANY_INPUT, BlockConfig),
+            "sinusoid: Vaswani et al. 2017; learned: Gehring et al. 2017; rotary: Su et al. 2021; "
+            "alibi: Press et al. 2022; buckets: Raffel et al. 2020",
+            apply=_set_positions,
+        ),
+    ]
+    # base of the rotary wavelengths
+    rotary_base: Annotated[float, Knob(Rotary, "Su et al. 2021", field="base", is_late=True)]
+    # number of features of a head that are rotated; None: all
+    rotary_dim: Annotated[int | None, Knob(Rotary, "Wang and Komatsuzaki 2021", field="dim", is_late=True)]
+    # scaling of rotary frequencies for longer contexts; None: not scaled
+    scaling: Annotated[
+        Scaling | None,
+        Knob(
+            Rotary,
+            "linear: Chen et al. 2023; yarn: Peng et al. 2023; longrope: Ding et al. 2024; "
+            "llama3: Grattafiori et al. 2024",
+            is_late=True,
+        ),
+    ]
+    # nonlinearity of the feed-forward network
+    activation: Annotated[Activation, Knob(FeedForwardConfig, _papers(ACTIVATION_ROWS))]
+    # multiply the activation by a second projection (GLU, SwiGLU, GeGLU)
+    gated: Annotated[bool, Knob(FeedForwardConfig, "Shazeer 2020")]
+    # number of experts in each feed-forward network; without this knob there are none
+    experts: Annotated[int, Knob(FeedForwardConfig, "Shazeer et al. 2017", apply=_set_experts)]
+    top_k: Annotated[int, Knob(ExpertsConfig, "Shazeer et al. 2017", is_late=True)]  # number of experts for each token
+    # LayerNorm, RMSNorm, BatchNorm over rows and positions, or no norm
+    norm: Annotated[NormKind, Knob(NormConfig, _papers(NORM_ROWS), apply=_set_norm_kind)]
+    eps: Annotated[float, Knob(NormConfig)]  # added to the variance or mean square in a norm
+    # where a sublayer is normalized
+    norm_place: Annotated[
+        Literal["pre", "post", "output", "sandwich"],
+        Knob(
+            (BlockConfig, StackConfig),
+            "post: Vaswani et al. 2017; pre: Xiong et al. 2020; output: OLMo Team 2024; sandwich: Ding et al. 2021",
+            apply=_set_norm_place,
+        ),
+    ]
+    # how sublayers are added; none: not
+    residual: Annotated[
+        Literal["sequential", "parallel", "parallel_shared", "none"],
+        Knob(BlockConfig, "sequential: He et al. 2016; parallel: Wang and Komatsuzaki 2021"),
+    ]
+    # biases in attention and feed-forward projections
+    bias: Annotated[bool, Knob(ATTENTION_AND_FEEDFORWARD, apply=_set_bias)]
+    # dropout probability everywhere except in the head
+    dropout: Annotated[float, Knob((*ATTENTION_AND_FEEDFORWARD, BlockConfig, *ANY_INPUT), "Srivastava et al. 2014")]
+    # dropout probability of the attention weights; overrides dropout
+    attention_dropout: Annotated[float, Knob(AttentionConfig, field="dropout", is_late=True)]
+    # dropout probability of the embedding; overrides dropout
+    embedding_dropout: Annotated[float, Knob(ANY_INPUT, "Vaswani et al. 2017", field="dropout", is_late=True)]
+    # probability that the whole embedding of a token is set to zero
+    word_dropout: Annotated[float, Knob(EmbeddingConfig, "Gal and Ghahramani 2016")]
+    head_dropout: Annotated[float, Knob(HeadConfig, field="dropout", is_late=True)]  # dropout probability in the head
+    # which hidden state represents the sequence
+    pooling: Annotated[
+        Literal["first", "last", "mean"],
+        Knob(HeadConfig, "first: Devlin et al. 2019; mean: Reimers and Gurevych 2019", is_late=True),
+    ]
+    # activation of a linear layer after pooling
+    pooler: Annotated[Literal["none", "tanh", "relu", "gelu"], Knob(HeadConfig, "Devlin et al. 2019", is_late=True)]
+    # which embeddings and output share a matrix
+    tie: Annotated[
+        Literal["none", "output", "source_target", "three_way"],
+        Knob(ModelConfig, "output: Press and Wolf 2017; three_way: Vaswani et al. 2017"),
+    ]
+    # how the weights are initialized
+    init: Annotated[
+        Literal["normal", "xavier", "t5", "small"],
+        Knob(
+            InitConfig,
+            "normal: Radford et al. 2019; xavier: Glorot and Bengio 2010; t5: Raffel et al. 2020; "
+            "small: Nguyen and Salazar 2019",
+            field="kind",
+        ),
+    ]
+    std: Annotated[float, Knob(InitConfig, "Radford et al. 2018")]  # standard deviation of the initialization
 
 
-# Knobs set after all others: those of parts that another knob may add, and specific dropout rates, which override
-# the general `dropout`.
-APPLIED_LAST = (
-    *("rotary_base", "rotary_dim", "scaling", "top_k", "classes", "pooling", "pooler"),
-    *("attention_dropout", "embedding_dropout", "head_dropout"),
-)
+class HeadSizeKnobs(StyleKnobs, total=False):
+    """The knobs of a family whose constructor has `hidden`, but not `head_dim`."""
+
+    # size of a query and key head; None: width / heads
+    head_dim: Annotated[int | None, Knob(AttentionConfig, "Vaswani et al. 2017")]
+
+
+class SizeKnobs(HeadSizeKnobs, total=False):
+    """The knobs of a family whose constructor has neither `hidden` nor `head_dim`."""
+
+    # hidden size of the feed-forward network; 0: no feed-forward network
+    hidden: Annotated[int, Knob(FeedForwardConfig, "Vaswani et al. 2017")]
+
+
+class Knobs(SizeKnobs, total=False):
+    """All knobs."""
+
+    vocab: Annotated[int, Knob(EmbeddingConfig)]  # size of the vocabulary
+    # length of the longest sequence; a limit for learned positions
+    context: Annotated[int | None, Knob(EmbeddingConfig)]
+    image: Annotated[int, Knob(PatchConfig, "Dosovitskiy et al. 2021")]  # height and width of an image in pixels
+    patch: Annotated[int, Knob(PatchConfig, "Dosovitskiy et al. 2021")]  # height and width of a patch in pixels
+    channels: Annotated[int, Knob(PatchConfig, "Dosovitskiy et al. 2021")]  # number of colour channels of an image
+    # size of the hidden states; hidden is scaled with it, unless it is given too
+    width: Annotated[int, Knob(BlockConfig, "Vaswani et al. 2017")]
+    # number of blocks, in the encoder and in the decoder
+    depth: Annotated[int, Knob(StackConfig, "Vaswani et al. 2017", apply=_set_depth)]
+    heads: Annotated[int, Knob(AttentionConfig, "Vaswani et al. 2017")]  # number of query heads
+    # the head of an encoder; a decoder can have classifier, regression and none
+    head: Annotated[EncoderHead, Knob(ModelConfig, "Devlin et al. 2019", apply=_set_head)]
+    # number of outputs of a classifier, tagger or regression head
+    classes: Annotated[int, Knob(HeadConfig, is_late=True)]
+
+
+def _stated_knobs() -> dict[str, Knob]:
+    """Return the knobs by name, those that are named parameters of families first."""
+    knobs = {name: get_args(hint)[1] for name, hint in get_type_hints(Knobs, include_extras=True).items()}
+    names = [name for name in knobs if name not in SizeKnobs.__annotations__] + list(SizeKnobs.__annotations__)
+    return {name: knobs[name]._replace(field=knobs[name].field or name) for name in names}
+
+
+KNOBS = _stated_knobs()
 
 
 # Names that papers, the documents' listings and other libraries use -> the knob.
@@ -469,7 +463,7 @@ def _apply_knobs(config: ModelConfig, knobs: Mapping[str, Any]) -> ModelConfig:
     for name in knobs:
         if name not in KNOBS:
             raise ConfigError(f"there is no knob {name!r}{suggest_knob(name)}")
-    later = {name: value for name, value in knobs.items() if name in APPLIED_LAST}
+    later = {name: value for name, value in knobs.items() if KNOBS[name].is_late}
     if later and len(later) < len(knobs):
         earlier = {name: value for name, value in knobs.items() if name not in later}
         return _apply_knobs(_apply_knobs(config, earlier), later)
@@ -477,10 +471,9 @@ def _apply_knobs(config: ModelConfig, knobs: Mapping[str, Any]) -> ModelConfig:
 
     def set_knobs(part: Any, values: FieldValues) -> None:
         for name, value in knobs.items():
-            for classes, set_value in KNOBS[name].setters:
-                if isinstance(part, classes):
-                    set_value(part, values, value)
-                    applied.add(name)
+            if isinstance(part, KNOBS[name].parts):
+                KNOBS[name].set(part, values, value)
+                applied.add(name)
 
     def edit(part: Any, values: FieldValues) -> None:
         if isinstance(part, AttentionConfig):
@@ -522,47 +515,37 @@ def list_knobs() -> list[KnobDescription]:
     options = {option.name: option for option in describe_fields(Knobs)}
     return [
         KnobDescription(
-            name, options[name].hint, _default_value(name, options[name].hint), options[name].meaning, KNOBS[name].paper
+            name, options[name].hint, _default_value(knob, name, options[name].hint), options[name].meaning, knob.paper
         )
-        for name in KNOBS
+        for name, knob in KNOBS.items()
     ]
 
 
-def _default_value(name: str, hint: Any) -> Any:
+def _default_value(knob: Knob, name: str, hint: Any) -> Any:
     """Return the value of a knob in a configuration that says nothing about it."""
-    classes, setter = KNOBS[name].setters[0]
-    match setter:
-        case SetField(field):
-            default = _field_default(classes[0], field)
-            return REQUIRED if default is None and not allows_none(hint) else default
-        case SetSelfAttention(field):
-            return _field_default(AttentionConfig, field)
-    values = read_knob(PLAIN_CONFIG, name)
-    return values[0] if len(values) == 1 else REQUIRED
-
-
-def _field_default(cls: type, name: str) -> Any:
-    return next(field.default for field in dataclasses.fields(cls) if field.name == name)
+    if knob.apply is not None:
+        values = read_knob(PLAIN_CONFIG, name)
+        return values[0] if len(values) == 1 else REQUIRED
+    *inner, field = knob.field.split(".")
+    part = knob.parts[0] if isinstance(knob.parts, tuple) else knob.parts
+    default = next(one.default for one in dataclasses.fields(AttentionConfig if inner else part) if one.name == field)
+    return REQUIRED if default is None and not allows_none(hint) else default
 
 
 def read_knob(config: ModelConfig, name: str) -> list[Any]:
     """Return the different values that a knob has in the parts of a configuration; [] if no part has it."""
-    if name in READERS:
-        return READERS[name](config)
-    classes, setter = KNOBS[name].setters[0]
-    values: list[Any] = []
-    for part in _parts(config):
-        if isinstance(part, classes):
-            match setter:
-                case SetField(field):
-                    values.append(getattr(part, field))
-                case SetSelfAttention(field):
-                    values.append(getattr(getattr(part, "attention", None), field))
-                case _:
-                    choices = list_choices(next(o.hint for o in describe_fields(Knobs) if o.name == name))
-                    kept = [choice for choice in choices if _keeps(config, name, choice)]
-                    return kept if len(kept) < len(choices) else []  # if all leave it as it is, it has no such part
-    return list(dict.fromkeys(values))
+    knob = KNOBS[name]
+    if name == "head":
+        return [config.head.kind if config.head else "none"]
+    parts: list[Any] = [part for part in _parts(config) if isinstance(part, knob.parts)]
+    if name == "positions":
+        schemes = [part.attention.positions if isinstance(part, BlockConfig) else part.positions for part in parts]
+        return list(dict.fromkeys(scheme.kind for scheme in schemes if scheme is not None)) or ["none"]
+    if knob.apply is None:
+        return list(dict.fromkeys(map(attrgetter(knob.field), parts)))
+    choices = list_choices(get_type_hints(Knobs)[name])
+    kept = [choice for choice in choices if parts and _keeps(config, name, choice)]
+    return kept if len(kept) < len(choices) else []  # if all leave it as it is, it has no such part
 
 
 def _keeps(config: ModelConfig, name: str, value: Any) -> bool:
@@ -583,17 +566,6 @@ def _parts(part: Any) -> Iterator[Any]:
         for field in dataclasses.fields(part):
             yield from _parts(getattr(part, field.name))
 
-
-def _read_positions(config: ModelConfig) -> list[Any]:
-    inputs = [part.positions for part in _parts(config) if isinstance(part, (EmbeddingConfig, PatchConfig))]
-    blocks = [part.attention.positions for part in _parts(config) if isinstance(part, BlockConfig)]
-    return list(dict.fromkeys(scheme.kind for scheme in inputs + blocks if scheme is not None)) or ["none"]
-
-
-READERS: dict[str, Callable[[ModelConfig], list[Any]]] = {
-    "positions": _read_positions,
-    "head": lambda config: [config.head.kind if config.head else "none"],
-}
 
 # A configuration whose parts have only the fields that are required.
 PLAIN_BLOCK = BlockConfig(width=1, attention=AttentionConfig(heads=1), feedforward=FeedForwardConfig(hidden=1))

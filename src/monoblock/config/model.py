@@ -237,6 +237,22 @@ class ModelConfig:
         return self.target if self.target is not None else self.input
 
     @property
+    def output_shape(self) -> tuple[int, int]:
+        """The inputs and outputs of the last matrix of the head; 0 outputs if it has none.
+
+        It reads vectors of the width, or of the size of a factorized embedding if the output is tied to it or the head
+        is a masked LM.
+        """
+        head, embedding, inputs, outputs = self.head, self.target_input, self.width, 0
+        if isinstance(embedding, EmbeddingConfig) and head:
+            has_embedding_size = head.kind == "masked_lm" or self.tie in ("output", "three_way")
+            inputs = embedding.dim or inputs if has_embedding_size else inputs
+            outputs = embedding.vocab if head.kind in VOCABULARY_HEADS else 0
+        if head and head.kind not in VOCABULARY_HEADS:
+            outputs = {"spans": 2, "pooled": head.project or 0}.get(head.kind, head.classes or 0)
+        return inputs, outputs
+
+    @property
     def context(self) -> int | None:
         return self.target_input.context
 
