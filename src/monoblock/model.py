@@ -45,15 +45,15 @@ class Transformer(transformer.Transformer):
         default), temperature, top_k, top_p, num_beams, num_return_sequences, eos_token_id, attention_mask, seed and the
         others of `ModelOptions`.  With return_scores, the result also has the log-probability of each new token.
         """
-        from monoblock.inference.generate import generate
+        from monoblock.inference.generate import GenerateCall
 
-        return generate(self, ids, return_scores=return_scores, **options)
+        return GenerateCall(self, ids, False, **options).run(return_scores=return_scores)
 
     def stream(self, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
         """Yield the new tokens (B,) after each step; `options` are those of `generate`."""
-        from monoblock.inference.generate import stream
+        from monoblock.inference.generate import GenerateCall
 
-        return stream(self, ids, **options)
+        return GenerateCall(self, ids, True, **options).stream()
 
     # -- folders --------------------------------------------------------------------------------------------------
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from monoblock.errors import InputError, did_you_mean
 from monoblock.inference.beam import BeamHypothesis, BeamSearches
+from monoblock.inference.optimized import GenerativeModel, OptimizedModel, optimize
 from monoblock.inference.pages import OutOfPages, PageCopies, Pages, default_num_pages
-from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
 from monoblock.inference.runners.cuda import MAX_STEPS, CudaRunner
 from monoblock.inference.runners.cuda_search import search_shape
 from monoblock.inference.runners.plain import Ensemble, ModelRunner, Runner, RunResult, UncachedRunner
@@ -93,13 +93,13 @@ def _select(passes: Sequence[RowPass], some: Sequence[Request], requests: Sequen
 
 def _choose_exact(model: GenerativeModel, exact: bool | None, *, others: bool) -> GenerativeModel:
     """Return the model to decode: an exact copy of a plain model if `exact` asks for it."""
-    is_exact = isinstance(model, PreparedModel) and model.exact
-    if isinstance(model, PreparedModel) and exact is not None and exact != is_exact:
+    is_exact = isinstance(model, OptimizedModel) and model.exact
+    if isinstance(model, OptimizedModel) and exact is not None and exact != is_exact:
         wanted = "optimize(model, exact=True)" if exact else "optimize(model)"
         raise InputError(f"exact={exact} does not fit this optimized model; give the engine mb.{wanted}")
     if others and (exact or is_exact):
         raise InputError("an exact engine has one model, without an ensemble and adapters; leave them out, or exact")
-    return PreparedModel(model, exact=True) if exact and not is_exact else model  # type: ignore[arg-type]
+    return optimize(model, exact=True) if exact and not is_exact else model  # type: ignore[arg-type]
 
 
 def _propose_for(proposer: Proposer, rows: Sequence[Row], requests: Sequence[Request]) -> dict[Row, list[int]]:
@@ -162,12 +162,12 @@ class Engine:
         if not isinstance(adapters, Mapping | None):
             raise InputError("adapters is not a dictionary; write adapters={'name': model}")
         models = [model, *ensemble]
-        plain = [one.plain if isinstance(one, PreparedModel) else one for one in models]
+        plain = [one.plain if isinstance(one, OptimizedModel) else one for one in models]
         for name, adapted in (adapters or {}).items():
             if limits_of(adapted)[1:] != limits_of(plain[0])[1:]:
                 raise InputError(f"the adapter {name!r} belongs to another model; give an adapted copy of this one")
         self.model, self.models = model, models
-        self.is_exact = isinstance(model, PreparedModel) and model.exact
+        self.is_exact = isinstance(model, OptimizedModel) and model.exact
         self.limits = combine_limits([limits_of(one) for one in plain])
         if proposer is not None:
             proposer.check_model(self.limits)
@@ -180,14 +180,14 @@ class Engine:
         self.pages = Pages(count, max_rows)
         self.sources = Pages(1 + max_rows * pages_of(self.limits.max_source or 1 << 16), max_rows)
         # Modules may have changed when the engine has nothing to do, and a tap wants to see every token.
-        self.keeps_prefixes = all(isinstance(one, PreparedModel) for one in models) and not adapters
+        self.keeps_prefixes = all(isinstance(one, OptimizedModel) for one in models) and not adapters
         reuses_prefixes = reuses_prefixes and use_cache and tap is None
         self.scheduler = Scheduler(
             self.pages, self.sources, max_rows=max_rows, chunk=prefill_chunk, reuses_prefixes=reuses_prefixes
         )
         runners: list[Runner] = []
         for one in models:
-            if isinstance(one, PreparedModel):
+            if isinstance(one, OptimizedModel):
                 if tap is not None or not use_cache:
                     option = "taps" if use_cache else "use_cache=False"
                     raise InputError(

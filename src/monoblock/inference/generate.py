@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,15 @@ from torch import Tensor
 from monoblock.errors import InputError
 from monoblock.inference.engine import MAX_BURST, Engine
 from monoblock.inference.fast_modules import MIN_NATIVE_WEIGHTS
+from monoblock.inference.optimized import GenerativeModel, OptimizedModel
 from monoblock.inference.pages import default_max_rows
-from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
 from monoblock.inference.runners.plain import evaluation_mode, run_texts
 from monoblock.inference.sampler import score_tokens
 from monoblock.inference.scheduler import Prompt, RequestOutput, limits_of, pad_right, parse_prompt
 from monoblock.inference.settings import NO_DRAFT_WITH_BEAMS, Settings, check_count, parse_settings, split_seeds
 from monoblock.inference.speculative import DraftModel, PromptLookup, Proposer, make_self_draft
 from monoblock.inference.supported_models import reason_not_to_optimize
-from monoblock.nn.generation_options import GeneratedTokens, ModelOptions, TokenRows
+from monoblock.nn.generation_options import GeneratedTokens, TokenRows
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 
@@ -30,32 +30,15 @@ MAX_SCORED = 8192  # tokens in one pass that scores texts, padding included
 LONG_BURST = 128  # steps before tokens are read, if no text can end before its maximum length
 
 
-def generate(
-    model: GenerativeModel, ids: TokenRows, *, return_scores: bool = False, **options: Unpack[ModelOptions]
-) -> Tensor | GeneratedTokens:
-    """Continue prompts and return them with their new tokens.
+class GenerateCall:
+    """One call of `generate` or `stream`: it checks the options and adds the prompts to a new engine.
 
     ids: the prompts, (B, T) or B lists of token ids; for an encoder-decoder, the sources.
-    return_scores: return `GeneratedTokens` with the log-probability of each new token.
-    options: the fields of `Settings`, and attention_mask (B, T), use_cache, tap, draft, prompt_lookup, truncation,
-    decoder_start_token_id and decoder_input_ids.
     seed: prompt n is sampled with seed + n, as it would be alone; a list gives each prompt its own seed.
+    options: the fields of `Settings`.
     The result has shape (B · num_return_sequences, T + N), where N is the largest number of new tokens; sequences with
     fewer tokens are padded at the end.  For an encoder-decoder, T is the length of decoder_input_ids, by default 1.
     """
-    return GenerateCall(model, ids, False, **options).run(return_scores=return_scores)
-
-
-def stream(model: GenerativeModel, ids: TokenRows, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
-    """Yield the new tokens step by step, each time one per sequence: a tensor of shape (B · num_return_sequences,).
-
-    A sequence that has ended yields the padding token.  The arguments are those of `generate`.
-    """
-    return GenerateCall(model, ids, True, **options).stream()
-
-
-class GenerateCall:
-    """One call of `generate` or `stream`: it checks the options and adds the prompts to a new engine."""
 
     def __init__(
         self,
@@ -79,7 +62,7 @@ class GenerateCall:
             options["draft"], draft = draft, None
         seeds = split_seeds(seed, len(ids) if hasattr(ids, "__len__") else 0)
         self.settings, self.ids, self.tap = parse_settings(options), ids, tap
-        self.model = model.plain if isinstance(model, PreparedModel) else model
+        self.model = model.plain if isinstance(model, OptimizedModel) else model
         if is_stream and self.settings.num_beams > 1:
             raise InputError(
                 "beam search knows its text only at the end, so it cannot be streamed; write num_beams=1, or call "
@@ -127,7 +110,8 @@ class GenerateCall:
         waits = len(self.prompts) * self.settings.rows_per_prompt > max_rows  # else all prompts begin at once
         return Engine(model, max_rows=max_rows, capacity=capacity, reuses_prefixes=waits, tap=self.tap, **options)
 
-    def run(self, *, return_scores: bool) -> Tensor | GeneratedTokens:
+    def run(self, *, return_scores: bool = False) -> Tensor | GeneratedTokens:
+        """Return the prompts with their new tokens and, if asked for, the log-probability of each new token."""
         new: dict[tuple[int, int], list[int]] = {sequence: [] for sequence in self.sequences}
         for outputs in self.steps():
             for output in outputs:
@@ -136,6 +120,7 @@ class GenerateCall:
         return GeneratedTokens(self.to_tensor(rows), self.score(rows)) if return_scores else self.to_tensor(rows)
 
     def stream(self) -> Iterator[Tensor]:
+        """Yield the new tokens step by step, (rows,); a sequence that has ended yields the padding token."""
         pending: dict[tuple[int, int], list[int]] = {sequence: [] for sequence in self.sequences}
         finished: set[tuple[int, int]] = set()
         for outputs in self.steps():
@@ -195,7 +180,7 @@ def _point_out_optimize(model: Transformer, new_tokens: int) -> None:
     large = sum(weight.numel() for weight in model.parameters()) >= MIN_NATIVE_WEIGHTS
     if large and new_tokens >= LONG_JOB and reason_not_to_optimize(model) is None:
         words = "generate runs the modules of the model; mb.optimize(model).generate(…) gives the same tokens faster"
-        warnings.warn(words, stacklevel=5)
+        warnings.warn(words, stacklevel=4)
 
 
 def read_prompts(ids: TokenRows, mask: Tensor | None) -> list[list[int]]:
@@ -254,26 +239,21 @@ def score_texts(
     alone: whether every row has a pass of its own.
     """
     scores: list[list[float]] = []
-    texts = [(prompt, tokens) for prompt, tokens in zip(prompts, new, strict=True)]
+    texts = list(zip(prompts, new, strict=True))
     with evaluation_mode(model):
         while len(scores) < len(texts):
-            rows, longest = list[tuple[Prompt, Sequence[int]]](), 0
+            longest, rows = 0, list[tuple[Prompt, Sequence[int]]]()
             for prompt, tokens in texts[len(scores) :]:
                 longest = max(longest, len(prompt.ids) + len(prompt.source or ()) + len(tokens))
                 if rows and (alone or longest * (len(rows) + 1) > MAX_SCORED):
                     break
                 rows.append((prompt, tokens))
-            scores += _score_rows(model, rows, tap)
+            whole = [Prompt((*prompt.ids, *tokens[:-1]), prompt.source) for prompt, tokens in rows]
+            # The logits at the last token of the prompt predict the first new token.
+            starts = torch.tensor([[len(prompt.ids) - 1] for prompt, _ in rows], device=model.device)
+            count = torch.arange(max(1, *(len(tokens) for _, tokens in rows)), device=model.device)
+            at = (starts + count).clamp(max=max(len(text.ids) for text in whole) - 1)
+            logits = run_texts(model, whole, logits_at=at, tap=tap)
+            for own, (_, tokens) in zip(logits, rows, strict=True):
+                scores.append([one.logprob for one in score_tokens(own[: len(tokens)], tokens)])
     return scores
-
-
-def _score_rows(model: Any, rows: Sequence[tuple[Prompt, Sequence[int]]], tap: Tap | None) -> list[list[float]]:
-    texts = [Prompt((*prompt.ids, *tokens[:-1]), prompt.source) for prompt, tokens in rows]
-    # The logits at the last token of the prompt predict the first new token.
-    starts = torch.tensor([[len(prompt.ids) - 1] for prompt, _ in rows], device=model.device)
-    count = max(1, *(len(tokens) for _, tokens in rows))
-    longest = max(len(text.ids) for text in texts)
-    at = (starts + torch.arange(count, device=model.device)).clamp(max=longest - 1)
-    logits = run_texts(model, texts, logits_at=at, tap=tap)
-    pairs = zip(logits, (tokens for _, tokens in rows), strict=True)
-    return [[one.logprob for one in score_tokens(own[: len(tokens)], tokens)] for own, tokens in pairs]

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from monoblock.errors import InputError, with_article
+from monoblock.inference.optimized import GenerativeModel, OptimizedModel
 from monoblock.inference.pages import OutOfPages, Pages
-from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
 from monoblock.inference.runners.plain import ModelRunner
 from monoblock.inference.sampler import Sampler
 from monoblock.inference.scheduler import ModelLimits, Request, Row, RowPass, limits_of
@@ -92,7 +92,7 @@ class DraftModel(Proposer):
     """
 
     def __init__(self, model: GenerativeModel, max_proposals: int = 4, max_checked: int | None = None) -> None:
-        if not isinstance(model, PreparedModel):
+        if not isinstance(model, OptimizedModel):
             check_model(model, Transformer, "DraftModel")
         check_count("max_proposals", max_proposals, 1)
         if max_checked is not None:
@@ -104,7 +104,7 @@ class DraftModel(Proposer):
         self.num_proposals = max_proposals  # how many tokens the next call proposes
         self.proposed = self.accepted = 0  # numbers of tokens, of all rows together
         self.pages, self.sources = Pages(MAX_DRAFT_PAGES, MAX_DRAFT_ROWS), Pages(MAX_DRAFT_PAGES, MAX_DRAFT_ROWS)
-        if isinstance(model, PreparedModel):
+        if isinstance(model, OptimizedModel):
             self.plain, self.runner = model.plain, model.make_runner(self.pages, self.sources)
         else:
             self.plain, self.runner = model, ModelRunner(model, self.pages, self.sources)
