@@ -37,7 +37,7 @@ from translate_real import to_transformers
 
 import monoblock as mb
 from monoblock.bench.translation import TokenRows, pad_rows, random_sources
-from monoblock.inference import optimized
+from monoblock.inference import prepared_model
 from monoblock.inference.engine import Engine
 from monoblock.inference.pages import default_max_rows
 from monoblock.inference.settings import Settings
@@ -360,7 +360,7 @@ def main() -> None:
         parser.error("--run needs --data with multi30k/test_2016_flickr.de")
     parts = args.only or ("checks", "translation", "dakshina")
     if DEVICE != "cuda":
-        optimized.supports_cuda_graph = lambda model: True  # replaying a recorded step then runs it again
+        prepared_model.supports_cuda_graph = lambda model: True  # replaying a recorded step then runs it again
     if DEVICE != "cuda" and not args.smoke:
         parser.error("there is no GPU; write --smoke to check correctness")
     if args.smoke:

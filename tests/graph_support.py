@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from monoblock.inference import optimized
+from monoblock.inference import prepared_model
 from monoblock.inference.runners import cuda, cuda_search
 
 HOST_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
@@ -55,5 +55,5 @@ def record_passes(monkeypatch):
     monkeypatch.setattr(cuda, "RecordedPass", RecordedPass)
     monkeypatch.setattr(cuda, "record", lambda run, device, pool: Graph(run).replay)
     monkeypatch.setattr(cuda_search, "record", lambda run, device: Graph(run).replay)
-    monkeypatch.setattr(optimized, "supports_cuda_graph", lambda model: True)
+    monkeypatch.setattr(prepared_model, "supports_cuda_graph", lambda model: True)
     return shapes

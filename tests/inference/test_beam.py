@@ -352,11 +352,11 @@ def test_searches_that_come_go_and_are_undone_are_those_of_plain_searches(seed):
                 searches.keep(kept)
                 plain = [plain[index] for index in kept]
             elif action < 0.45:
-                snapshots.append((searches.snapshot(), copy.deepcopy(plain)))
+                snapshots.append((vars(searches).copy(), copy.deepcopy(plain)))
             elif action < 0.55 and snapshots:
                 saved, plain = rng.choice(snapshots)
                 plain = copy.deepcopy(plain)
-                searches.restore(saved)
+                vars(searches).update(saved)
                 assert_same(searches, plain)
             elif action < 0.65 and plain:
                 with pytest.raises(RuntimeError):  # a step that fails changes nothing

@@ -10,7 +10,7 @@ from support import block_configs, tiny_model, tiny_names
 
 import monoblock as mb
 from monoblock.errors import InputError
-from monoblock.inference import beam, fast_modules, optimized
+from monoblock.inference import beam, fast_modules, prepared_model
 from monoblock.inference.engine import Engine
 from monoblock.inference.runners import cuda_search
 from monoblock.inference.runners.cuda_search import MAX_IDLE_BUFFERS, RecordedSearch, round_up_searches, search_shape
@@ -34,7 +34,7 @@ def searches_begun(monkeypatch):
         begin(self, buffers, requests, searches)
 
     monkeypatch.setattr(RecordedSearch, "__init__", count)
-    monkeypatch.setattr(optimized, "supports_cuda_graph", lambda model: True)
+    monkeypatch.setattr(prepared_model, "supports_cuda_graph", lambda model: True)
     monkeypatch.setattr(beam, "_has_kernel", lambda logits: False)
     return begun
 

@@ -9,7 +9,7 @@ from operator_support import use_kernels_for_toys
 from support import build_model, is_encoder_decoder, random_source, random_tokens, tiny_model
 
 import monoblock as mb
-from monoblock.inference import optimized, speculative
+from monoblock.inference import prepared_model, speculative
 from monoblock.inference.engine import Engine
 from monoblock.inference.runners.cpu import CpuStack
 from monoblock.inference.settings import Settings
@@ -232,7 +232,7 @@ def test_the_quantization_kernel_equals_torch(group):
 
 def test_threads_build_one_quantized_copy(monkeypatch):
     model, counts, barrier = mb.optimize(gpt()), [], threading.Barrier(4)
-    quantize = optimized.quantize
+    quantize = prepared_model.quantize
 
     def count(*args, **options):
         counts.append(1)
@@ -242,7 +242,7 @@ def test_threads_build_one_quantized_copy(monkeypatch):
         barrier.wait()
         return speculative.make_self_draft(model, "8-bit")
 
-    monkeypatch.setattr(optimized, "quantize", count)
+    monkeypatch.setattr(prepared_model, "quantize", count)
     with ThreadPoolExecutor(4) as pool:
         drafts = list(pool.map(build, range(4)))
     assert len(counts) == len({id(draft.model) for draft in drafts}) == 1

@@ -79,14 +79,13 @@ class BeamSearches:
 
     The lists `last_tokens` (one for each row; 0 before the first step), `is_done` and `lengths` (one for each search)
     describe the present state; a later step makes new lists.  `tokens(i)` are the running hypotheses of search i.
-    `snapshot()` returns the present state at no cost, and `restore(…)` returns to it after any number of other calls.
+    Every call replaces the attributes and changes none of their values, so `vars(searches).copy()` is a snapshot.
     `pack` and `load` exchange the state with buffers of fixed shapes, in which a recorded step advances it.
     """
 
     def __init__(self, num_beams: int, num_beam_groups: int, device: torch.device | str) -> None:
         self.num_beams, self.groups, self.size = num_beams, num_beam_groups, num_beams // num_beam_groups
         self.device = torch.device(device)
-        # Every call replaces these values and changes none of them, so that a snapshot need not copy them.
         self.settings: tuple[Settings, ...] = ()
         self.requests: tuple[Any, ...] = ()  # whatever `add` was given
         self.max_new_tokens: tuple[int, ...] = ()
@@ -102,18 +101,10 @@ class BeamSearches:
 
     def add(self, settings: Settings, max_new_tokens: int, request: Any = None) -> None:
         """Append a search that ends after `max_new_tokens`, whatever its settings say of them."""
-        self.extend([settings], [max_new_tokens], [request])
-
-    def extend(
-        self, settings: Sequence[Settings], max_new_tokens: Sequence[int], requests: Sequence[Any] | None = None
-    ) -> None:
-        """Append several searches."""
-        count = len(settings)
-        self.settings, self.max_new_tokens = (*self.settings, *settings), (*self.max_new_tokens, *max_new_tokens)
-        self.requests = (*self.requests, *(requests or [None] * count))
-        self.lengths, self.is_done = [*self.lengths, *[0] * count], [*self.is_done, *[False] * count]
-        self.last_tokens = [*self.last_tokens, *[0] * (count * self.num_beams)]
-        self.options = None
+        self.settings, self.max_new_tokens = (*self.settings, settings), (*self.max_new_tokens, max_new_tokens)
+        self.requests, self.options = (*self.requests, request), None
+        self.lengths, self.is_done = [*self.lengths, 0], [*self.is_done, False]
+        self.last_tokens = [*self.last_tokens, *[0] * self.num_beams]
 
     def keep(self, indices: Sequence[int]) -> None:
         """Keep only the searches with these indices, in this order."""
@@ -123,10 +114,9 @@ class BeamSearches:
         index, n = torch.tensor(indices, dtype=torch.long, device=self.device), self.num_beams
         self.state = BeamState(*(field.index_select(0, index) for field in state))
         self.options = BeamOptions(*(field.index_select(0, index) for field in options))
-        self.settings = tuple(self.settings[i] for i in indices)
-        self.requests = tuple(self.requests[i] for i in indices)
-        self.max_new_tokens = tuple(self.max_new_tokens[i] for i in indices)
-        self.lengths, self.is_done = [self.lengths[i] for i in indices], [self.is_done[i] for i in indices]
+        for name in ("settings", "requests", "max_new_tokens", "lengths", "is_done"):
+            values = getattr(self, name)
+            setattr(self, name, type(values)(values[i] for i in indices))
         self.last_tokens = [token for i in indices for token in self.last_tokens[i * n : (i + 1) * n]]
         self.hypotheses = {}
 
@@ -144,24 +134,19 @@ class BeamSearches:
             return torch.empty(0, self.num_beams, dtype=torch.long)
         state, options = self.pack(self._capacity())
         if not normalized:
-            logits, suppressed, normalized = self._suppress_early_ends(logits, suppressed)
+            early = [
+                index
+                for index, settings in enumerate(self.settings)
+                if self.lengths[index] < settings.min_new_tokens and not set(settings.eos_token_id) <= set(suppressed)
+            ]
+            if early:
+                log_probs = log_softmax(logits, suppressed).view(len(self), self.num_beams, -1)
+                for index in early:
+                    log_probs[index, :, list(self.settings[index].eos_token_id)] = -math.inf
+                logits, suppressed, normalized = log_probs.view(logits.shape), (), True
         is_diverse = self.groups > 1 and any(settings.diversity_penalty for settings in self.settings)
         best = best_continuations(logits, state, options, suppressed, normalized=normalized, is_diverse=is_diverse)
         return self.load(advance_beams(state, options, best))
-
-    def _suppress_early_ends(self, logits: Tensor, suppressed: Sequence[int]) -> tuple[Tensor, Sequence[int], bool]:
-        """Rule out the end tokens of searches shorter than `min_new_tokens`; return arguments for `advance`."""
-        early = [
-            index
-            for index, settings in enumerate(self.settings)
-            if self.lengths[index] < settings.min_new_tokens and not set(settings.eos_token_id) <= set(suppressed)
-        ]
-        if not early:
-            return logits, suppressed, False
-        log_probs = log_softmax(logits, suppressed).view(len(self), self.num_beams, -1)
-        for index in early:
-            log_probs[index, :, list(self.settings[index].eos_token_id)] = -math.inf
-        return log_probs.view(logits.shape), (), True
 
     def tokens(self, index: int) -> list[list[int]]:
         """Return the tokens of each running hypothesis of a search."""
@@ -194,13 +179,6 @@ class BeamSearches:
             hypotheses = [BeamHypothesis(tuple(text[: text.index(NO_TOKEN)]), score) for score, text in found]
             read[index] = sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)
         return read
-
-    def snapshot(self) -> Any:
-        """Return what `restore` needs to return to the present state."""
-        return vars(self).copy()
-
-    def restore(self, snapshot: Any) -> None:
-        vars(self).update(snapshot)
 
     # -- tensors --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@
             ...
 
 It puts four things together: the `Scheduler` decides which tokens run next, `Pages` say where their keys and values
-are, a `Runner` computes logits, and the `Sampler` chooses tokens.  Samples of one prompt are rows that share pages,
+are, a `ModelRunner` computes logits, and the `Sampler` chooses tokens.  Samples of a prompt are rows that share pages,
 beams are rows that are regrouped after each step, and proposals of speculative decoding are further tokens in the pass
 of a row.  A step commits at its end or not at all.  On a GPU, plain beam searches need no pages: those of one shape run
 together in recorded steps (runners/cuda_search.py).
@@ -18,26 +18,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from monoblock.errors import InputError, did_you_mean
 from monoblock.inference.beam import BeamHypothesis, BeamSearches
-from monoblock.inference.optimized import GenerativeModel, OptimizedModel, optimize
 from monoblock.inference.pages import OutOfPages, PageCopies, Pages, default_num_pages
+from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
 from monoblock.inference.runners.cuda import MAX_STEPS, CudaRunner
 from monoblock.inference.runners.cuda_search import search_shape
-from monoblock.inference.runners.plain import Ensemble, ModelRunner, Runner, RunResult, UncachedRunner
+from monoblock.inference.runners.plain import Ensemble, ModelRunner, RunResult, UncachedRunner
 from monoblock.inference.sampler import Sampler, score_tokens
 from monoblock.inference.scheduler import (
     MAX_STEP_TOKENS,
     NAN_LOGITS,
     PLAIN,
     Edit,
-    Plan,
     Request,
     RequestOutput,
     Row,
@@ -61,52 +59,11 @@ from monoblock.nn.transformer import Transformer
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 T = TypeVar("T")
+Part = TypeVar("Part", Row, RowPass)
 GREEDY = Settings()
 DRAFT_NEEDS_CACHE = "speculative decoding needs the key/value cache; write use_cache=True, or leave out the draft"
 NO_DRAFT_WITH_ENSEMBLE = "speculative decoding takes a single model; leave out the draft or the ensemble"
 MAX_BURST = 16  # steps that a GPU runs before tokens are read: after an end token, the rest is in vain
-
-
-@dataclass
-class Choice:
-    """What has been run in a step and what comes next; `Engine._commit` makes it true."""
-
-    passes: Sequence[RowPass]
-    captured: dict[Row, dict[str, Tensor]]
-    tokens: dict[Row, list[int]] = field(default_factory=dict)
-    proposed: dict[Row, list[int]] = field(default_factory=dict)
-    scores: dict[Row, list[TokenScores]] = field(default_factory=dict)
-    prompt_scores: dict[Request, list[TokenScores]] = field(default_factory=dict)
-    origins: dict[Request, list[int]] = field(default_factory=dict)  # the beams that those of a search continue
-    failed: dict[Request, Exception] = field(default_factory=dict)
-
-
-def _take_rows(logits: Tensor, index: list[int]) -> Tensor:
-    """Return these rows of logits, which are seldom others than all."""
-    return logits if index == list(range(len(logits))) else logits[index]
-
-
-def _select(passes: Sequence[RowPass], some: Sequence[Request], requests: Sequence[Request]) -> Sequence[RowPass]:
-    """Return the passes of some of these requests, which are seldom others than all."""
-    return passes if some is requests else [one for one in passes if one.row.request in some]
-
-
-def _choose_exact(model: GenerativeModel, exact: bool | None, *, others: bool) -> GenerativeModel:
-    """Return the model to decode: an exact copy of a plain model if `exact` asks for it."""
-    is_exact = isinstance(model, OptimizedModel) and model.exact
-    if isinstance(model, OptimizedModel) and exact is not None and exact != is_exact:
-        wanted = "optimize(model, exact=True)" if exact else "optimize(model)"
-        raise InputError(f"exact={exact} does not fit this optimized model; give the engine mb.{wanted}")
-    if others and (exact or is_exact):
-        raise InputError("an exact engine has one model, without an ensemble and adapters; leave them out, or exact")
-    return optimize(model, exact=True) if exact and not is_exact else model  # type: ignore[arg-type]
-
-
-def _propose_for(proposer: Proposer, rows: Sequence[Row], requests: Sequence[Request]) -> dict[Row, list[int]]:
-    """Return what a proposer proposes for each row of these requests, if it does."""
-    rows = [row for row in rows if row.request in requests]
-    proposals = proposer.propose(rows, [row.num_left - 1 for row in rows])
-    return {row: tokens for row, tokens in zip(rows, proposals, strict=True) if tokens}
 
 
 class Engine:
@@ -144,30 +101,36 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         exact: bool | None = None,
     ) -> None:
-        model = _choose_exact(model, exact, others=bool(ensemble or adapters))
-        options = {"max_rows": max_rows, "max_burst": max_burst}
+        if isinstance(model, PreparedModel) and exact not in (None, model.exact):
+            wanted = "optimize(model, exact=True)" if exact else "optimize(model)"
+            raise InputError(f"exact={exact} does not fit this optimized model; give the engine mb.{wanted}")
+        self.is_exact = bool(exact) or (isinstance(model, PreparedModel) and model.exact)
+        if self.is_exact and (ensemble or adapters):
+            raise InputError(
+                "an exact engine has one model, without an ensemble and adapters; leave them out, or exact"
+            )
+        if exact and not isinstance(model, PreparedModel):
+            model = PreparedModel(model, exact=True)
         optional = {"capacity": capacity, "prefill_chunk": prefill_chunk, "num_pages": num_pages}
-        for name, value in (options | {name: one for name, one in optional.items() if one is not None}).items():
-            check_count(name, value, 1)
+        for name, value in ({"max_rows": max_rows, "max_burst": max_burst} | optional).items():
+            if not (value is None and name in optional):
+                check_count(name, value, 1)
         if not hasattr(ensemble, "__len__"):
             raise InputError("ensemble is not a list of models; write ensemble=[second, third]")
-        if proposer is not None and not isinstance(proposer, Proposer):
+        if not isinstance(proposer, Proposer | None):
             raise InputError(f"proposer={proposer!r:.60} proposes no tokens; write PromptLookup() or DraftModel(model)")
-        if proposer is not None and not use_cache:
-            raise InputError(DRAFT_NEEDS_CACHE)
-        if proposer is not None and ensemble:
-            raise InputError(NO_DRAFT_WITH_ENSEMBLE)
-        if tap is not None and not callable(tap):
+        if proposer is not None and (not use_cache or ensemble):
+            raise InputError(NO_DRAFT_WITH_ENSEMBLE if use_cache else DRAFT_NEEDS_CACHE)
+        if not (tap is None or callable(tap)):
             raise InputError(f"tap={tap!r:.60} is not valid; write a function (name, activation) -> activation or None")
         if not isinstance(adapters, Mapping | None):
             raise InputError("adapters is not a dictionary; write adapters={'name': model}")
         models = [model, *ensemble]
-        plain = [one.plain if isinstance(one, OptimizedModel) else one for one in models]
+        plain = [one.plain if isinstance(one, PreparedModel) else one for one in models]
         for name, adapted in (adapters or {}).items():
             if limits_of(adapted)[1:] != limits_of(plain[0])[1:]:
                 raise InputError(f"the adapter {name!r} belongs to another model; give an adapted copy of this one")
         self.model, self.models = model, models
-        self.is_exact = isinstance(model, OptimizedModel) and model.exact
         self.limits = combine_limits([limits_of(one) for one in plain])
         if proposer is not None:
             proposer.check_model(self.limits)
@@ -176,35 +139,30 @@ class Engine:
             raise InputError("this model has no maximum sequence length, so set one in tokens, such as capacity=1024")
         self.capacity = limit = min(limit, self.limits.context or limit)
         self.max_rows, self.max_burst, self.use_cache = max_rows, max_burst, use_cache
-        count = default_num_pages(plain, limit, max_rows) if num_pages is None else num_pages + 1
-        self.pages = Pages(count, max_rows)
+        self.pages = Pages(default_num_pages(plain, limit, max_rows) if num_pages is None else num_pages + 1, max_rows)
         self.sources = Pages(1 + max_rows * pages_of(self.limits.max_source or 1 << 16), max_rows)
         # Modules may have changed when the engine has nothing to do, and a tap wants to see every token.
-        self.keeps_prefixes = all(isinstance(one, OptimizedModel) for one in models) and not adapters
+        self.keeps_prefixes = all(isinstance(one, PreparedModel) for one in models) and not adapters
         reuses_prefixes = reuses_prefixes and use_cache and tap is None
         self.scheduler = Scheduler(
             self.pages, self.sources, max_rows=max_rows, chunk=prefill_chunk, reuses_prefixes=reuses_prefixes
         )
-        runners: list[Runner] = []
+        runners: list[ModelRunner] = []
         for one in models:
-            if isinstance(one, OptimizedModel):
-                if tap is not None or not use_cache:
-                    option = "taps" if use_cache else "use_cache=False"
-                    raise InputError(
-                        f"an optimized model has no {option}; call the model itself, which runs its modules"
-                    )
-                runners.append(one.make_runner(self.pages, self.sources, adapters if one is model else None))
-            else:
+            own = adapters if one is model else None
+            if not isinstance(one, PreparedModel):
                 kind = ModelRunner if use_cache else UncachedRunner
-                own = adapters if one is model else None
                 runners.append(kind(one, self.pages, self.sources, adapters=own, tap=tap))
+            elif tap is None and use_cache:
+                runners.append(one.make_runner(self.pages, self.sources, own))
+            else:
+                option = "taps" if use_cache else "use_cache=False"
+                raise InputError(f"an optimized model has no {option}; call the model itself, which runs its modules")
         self.runner = runners[0] if len(runners) == 1 else Ensemble(runners)
         self.sampler = Sampler(self.limits.device)
         self.proposer, self.adapters, self.tokenizer = proposer, dict(adapters or {}), tokenizer
-        self.drafts: dict[str, Proposer] = {}  # of requests with Settings.draft, by kind
+        self.drafts: dict[str, Proposer | None] = {}  # of requests with Settings.draft, by kind
         self.beams: list[BeamSearches] = []  # those of one shape that have begun together, or caught up
-        self.texts: dict[Row, StreamingText] = {}  # of rows with stop strings
-        self.unencoded: list[Request] = []  # admitted, but their sources are not encoded yet
         self.copies: list[PageCopies] = []  # of pages, to be made before the next pass
         self.last_request_id = 0
 
@@ -234,7 +192,7 @@ class Engine:
         prompt = parse_prompt(ids, source)
         check_prompt(prompt, self.limits, self.capacity)
         variant = self._check_variant(adapter, edits, capture)
-        self._check(settings)
+        self._check_settings(settings)
         budget = min(settings.max_new_tokens, self.capacity - len(prompt.ids))
         limit_reason = "length" if budget == settings.max_new_tokens else "context"
         if settings.num_beams > 1 and budget != settings.max_new_tokens:  # the search ends at the end of the context
@@ -242,26 +200,28 @@ class Engine:
         self.last_request_id += 1
         root = (salt, adapter, self.last_request_id if variant.edits else None)  # edits may change, so none are shared
         request = Request(self.last_request_id, prompt, settings, budget, limit_reason, variant, root)
-        if self.scheduler.num_needed(request) > self.pages.count - 1:
+        needed, source_length = len(request.rows) * (pages_of(request.max_length) + 1), len(prompt.source or ())
+        if needed > self.pages.count - 1:
             raise InputError(
                 f"a prompt of {len(prompt.ids)} tokens with {budget} new ones in {len(request.rows)} rows needs "
-                f"{self.scheduler.num_needed(request)} pages of the key/value cache, which has {self.pages.count - 1}; "
+                f"{needed} pages of the key/value cache, which has {self.pages.count - 1}; "
                 f"shorten it, or give the engine more with num_pages"
             )
-        if pages_of(len(prompt.source or ())) > self.sources.count - 1:
-            raise InputError(f"a source of {len(prompt.source or ())} tokens is too long for this engine; shorten it")
-        proposer = self._proposer_of(request)
-        if proposer is not None:
-            proposer.check_prompt(len(prompt.ids))
+        if pages_of(source_length) > self.sources.count - 1:
+            raise InputError(f"a source of {source_length} tokens is too long for this engine; shorten it")
+        if not (request.is_beam_search or variant.needs_own_pass):
+            request.proposer = self.proposer or self._draft(settings.draft)
+        if request.proposer is not None:
+            request.proposer.check_prompt(len(prompt.ids))
         if not self.busy and not self.keeps_prefixes:
             self.pages.forget()
-        if isinstance(self.runner, CudaRunner) and not (self.runner.has_experts or self.is_exact):
-            is_short = len(prompt.ids) <= (self.scheduler.chunk or MAX_STEP_TOKENS)
-            request.search_shape = search_shape(request) if is_short else None
+        is_short = len(prompt.ids) <= (self.scheduler.chunk or MAX_STEP_TOKENS)
+        if is_short and isinstance(self.runner, CudaRunner) and not (self.runner.has_experts or self.is_exact):
+            request.search_shape = search_shape(request)
         self.scheduler.add(request)
         return request.id
 
-    def _check(self, settings: Settings) -> None:
+    def _check_settings(self, settings: Settings) -> None:
         if not isinstance(settings, Settings):
             raise InputError(f"settings={settings!r:.60} is not valid; write mb.Settings(max_new_tokens=20)")
         settings.check_vocabulary(self.limits.vocab_size)
@@ -270,10 +230,8 @@ class Engine:
                 f"one prompt with {settings.rows_per_prompt} beams or returned sequences does not fit in the engine's "
                 f"{self.max_rows} rows; write max_rows={settings.rows_per_prompt} or more"
             )
-        if settings.draft is not None and len(self.models) > 1:
-            raise InputError(NO_DRAFT_WITH_ENSEMBLE)
-        if settings.draft is not None and not self.use_cache:
-            raise InputError(DRAFT_NEEDS_CACHE)
+        if settings.draft is not None and (len(self.models) > 1 or not self.use_cache):
+            raise InputError(NO_DRAFT_WITH_ENSEMBLE if len(self.models) > 1 else DRAFT_NEEDS_CACHE)
         if settings.num_beams > 1 and (settings.stop or settings.logprobs is not None):
             raise InputError("a beam search has no stop strings and no logprobs; leave them out, or write num_beams=1")
         if settings.stop and not hasattr(self.tokenizer, "decode"):
@@ -283,34 +241,26 @@ class Engine:
         edits, capture = (tuple(value) if isinstance(value, list | tuple) else (value,) for value in (edits, capture))
         if adapter is not None and (not isinstance(adapter, str) or adapter not in self.adapters):
             raise InputError(f"the engine has no adapter {adapter!r}{did_you_mean(str(adapter), list(self.adapters))}")
-        if (edits or capture) and len(self.models) > 1:
+        if not (edits or capture):
+            return PLAIN if adapter is None else Variant(adapter)
+        if len(self.models) > 1:
             raise InputError("edits and capture look into a single model; leave out the ensemble")
-        if (edits or capture) and self.is_exact:
+        if self.is_exact:
             raise InputError(
                 "edits and capture run the modules of the model, which are not exact; leave out exact=True"
             )
-        for edit in edits:
-            if not hasattr(edit, "apply"):
-                raise InputError(
-                    f"edits={edit!r:.60} is not an edit; write mb.ablate(…), mb.patch(…) or mb.add_vector(…)"
-                )
+        wrong = next((edit for edit in edits if not hasattr(edit, "apply")), None)
+        if wrong is not None:
+            raise InputError(f"edits={wrong!r:.60} is not an edit; write mb.ablate(…), mb.patch(…) or mb.add_vector(…)")
         if not all(isinstance(name, str) for name in capture):
             raise InputError("capture takes names of activations; write capture=['decoder.*.output']")
-        return Variant(adapter, edits, capture) if adapter is not None or edits or capture else PLAIN
+        return Variant(adapter, edits, capture)
 
-    def _proposer_of(self, request: Request) -> Proposer | None:
-        """Return what proposes tokens for a request: the engine's proposer, or the draft that its settings ask for."""
-        kind = request.settings.draft
-        if request.is_beam_search:
-            return None
-        if self.proposer is not None or kind is None:
-            return self.proposer
-        if kind not in self.drafts:
-            draft = make_self_draft(self.model, kind)
-            if draft is None:
-                return None
-            self.drafts[kind] = draft
-        return self.drafts[kind]
+    def _draft(self, kind: str | None) -> Proposer | None:
+        """Return what proposes tokens for requests with `Settings.draft`."""
+        if kind is not None and kind not in self.drafts:
+            self.drafts[kind] = make_self_draft(self.model, kind)
+        return None if kind is None else self.drafts[kind]
 
     def cancel(self, request_id: int) -> None:
         """Drop a request, whether it is waiting or running."""
@@ -318,17 +268,14 @@ class Engine:
 
     def _end(self, requests: Sequence[Request]) -> None:
         """Give back everything that these requests have."""
-        self.unencoded = [one for one in self.unencoded if one not in requests]
-        for searches in self.beams:
+        for searches in self.beams if requests else ():
             searches.keep([index for index, one in enumerate(searches.requests) if one not in requests])
         self.beams = [searches for searches in self.beams if len(searches)]
         for request in requests:
             self.scheduler.drop(request)
-            for proposer in (self.proposer, *self.drafts.values()):
-                if proposer is not None:
-                    proposer.forget(request)
-            for row in request.rows:
-                self.texts.pop(row, None)
+            if request.proposer is not None:
+                request.proposer.forget(request)
+                request.proposer = None
 
     @property
     def running(self) -> list[Request]:
@@ -349,169 +296,240 @@ class Engine:
         is interrupted, as by Ctrl-C, is void: the next one goes on from the tokens returned before it.
         """
         with self._all_or_nothing(), self.runner.inference():
-            plan = self.scheduler.plan()
-            self.unencoded += plan.admitted
-            self.copies.append(plan.copies)
-            ended = self._run_searches()
-            if not plan.passes:
-                return self._end_searches(ended)
-            if (choice := self._burst(plan)) is not None:
-                return [*self._end_searches(ended), *self._commit(choice)]
-            proposed, failed = self._propose(plan.passes)
-            passes = plan.passes
+            passes, copies = self.scheduler.plan()
+            self.copies = [copies]
+            outputs = self._run_searches()
+            if not passes:
+                return outputs
+            if (found := self._burst(passes)) is not None:
+                return [*outputs, *found]
+            failed: dict[Request, Exception] = {}
+            proposed = self._propose(passes, failed)
             if proposed or failed:
-                passes = [self._with_proposals(one, proposed) for one in passes if one.row.request not in failed]
-            requests = list(dict.fromkeys(one.row.request for one in passes))
-            done = self._bisect(requests, lambda some: self._run(_select(passes, some, requests)), failed)
-            outputs = self._end_searches(ended)
+                passes = [_with_proposals(one, proposed) for one in passes if one.request not in failed]
+            done = self._bisect(passes, self._run, failed)
             outputs += [output for problem in failed.items() for output in self._fail(*problem)]
-            for part in done:
-                outputs += self._commit(self._choose(*part, proposed))
+            for some, result in done:
+                outputs += self._choose(some, result, proposed)
             return outputs
 
     def _bisect(
-        self, requests: Sequence[Request], call: Callable[[Sequence[Request]], T], failed: dict[Request, Exception]
+        self, parts: Sequence[Part], call: Callable[[Sequence[Part]], T], failed: dict[Request, Exception]
     ) -> list[T]:
-        """Return the results of a call for all requests; if it fails, call it for parts of them.
+        """Return the results of a call for rows or passes; if it fails, call it for those of some requests at a time.
 
-        Those for which it fails alone are added to `failed`, so that they do not affect the others.
+        Requests for which it fails alone are added to `failed`, so that they do not affect the others.
         """
         try:
-            return [call(requests)] if requests else []
+            return [call(parts)] if parts else []
         except Exception as problem:
+            requests = list(dict.fromkeys(part.request for part in parts))
             if len(requests) == 1:
                 failed[requests[0]] = problem
                 return []
-        middle = len(requests) // 2
-        return [
-            *self._bisect(requests[:middle], call, failed),
-            *self._bisect(requests[middle:], call, failed),
-        ]
+        halves: tuple[list[Part], list[Part]] = [], []
+        for part in parts:
+            halves[requests.index(part.request) >= len(requests) // 2].append(part)
+        return [result for half in halves for result in self._bisect(half, call, failed)]
 
-    def _burst(self, plan: Plan) -> Choice | None:
-        """Let the GPU run several steps before the tokens are read; return None if a step needs Python."""
-        if not isinstance(self.runner, CudaRunner) or not plan.is_decoding:
-            return None
-        rows = [one.row for one in plan.passes]
-        count = min(self.max_burst, MAX_STEPS, *(row.num_left for row in rows))
-        if count == 1 or any(row.request.is_beam_search or row.request.settings.logprobs is not None for row in rows):
-            return None
-        filters = self.sampler.filters_of(rows)
-        if not filters.is_stateless or any(self._proposer_of(row.request) is not None for row in rows):
-            return None
-        try:
-            self.copies.append(self.pages.reserve([row.place for row in rows], [count] * len(rows)))
-        except OutOfPages:
-            return None
+    def _run(self, passes: Sequence[RowPass]) -> tuple[Sequence[RowPass], RunResult]:
         self._copy_pages()
-        chosen = self.runner.burst(plan.passes, count, filters)
-        if chosen is None:
-            return None
-        tokens = dict(zip(rows, chosen, strict=True))
-        proposed = {row: own[:-1] for row, own in tokens.items()}  # all but the last have been run, as if accepted
-        passes = [self._with_proposals(one, proposed) for one in plan.passes]
-        return Choice(passes, {}, tokens=tokens, proposed=proposed)
+        if self.limits.has_encoder:
+            new = [one for one in dict.fromkeys(one.row.request for one in passes) if not one.is_encoded]
+            if new:
+                self.runner.encode(new)
+            for request in new:
+                request.is_encoded = True
+        return passes, self.runner.run(passes)
 
     def _copy_pages(self) -> None:
         while self.copies:
             self.runner.copy_pages(self.copies[0])
             self.copies.pop(0)
 
-    def _propose(self, passes: Sequence[RowPass]) -> tuple[dict[Row, list[int]], dict[Request, Exception]]:
-        """Return proposals for rows that run their newest token, with pages reserved, and the requests that failed."""
-        rows: dict[Proposer, list[Row]] = {}
-        started = {one.row.request: None for one in passes if one.row.request.is_started}
-        proposers = {request: self._proposer_of(request) for request in started if not request.variant.needs_own_pass}
-        for one in passes if any(proposers.values()) else ():
-            proposer = proposers.get(one.row.request)
-            if proposer is not None and one.is_newest and one.row.num_left > 1:
-                rows.setdefault(proposer, []).append(one.row)
-        proposed, failed = dict[Row, list[int]](), dict[Request, Exception]()
-        for proposer, own in rows.items():
-            propose = partial(_propose_for, proposer, own)
-            for part in self._bisect(list(dict.fromkeys(row.request for row in own)), propose, failed):
-                proposed |= part
-        for row, tokens in list(proposed.items()):
-            try:
-                self.copies.append(self.pages.reserve([row.place], [1 + len(tokens)]))
-            except OutOfPages:
-                del proposed[row]
-        return proposed, failed
-
-    @staticmethod
-    def _with_proposals(one: RowPass, proposed: Mapping[Row, Sequence[int]]) -> RowPass:
-        more = proposed.get(one.row)
-        return one if not more else one._replace(tokens=[*one.tokens, *more], num_logits=1 + len(more))
-
-    def _run(self, passes: Sequence[RowPass]) -> tuple[Sequence[RowPass], RunResult]:
-        self._copy_pages()
-        if self.unencoded:
-            here = {one.row.request for one in passes}
-            new = [request for request in self.unencoded if request in here]
-            if new and self.limits.has_encoder:
-                self.runner.encode(new)
-            self.unencoded = [request for request in self.unencoded if request not in here]
-        return passes, self.runner.run(passes)
-
     def _fail(self, request: Request, problem: Exception) -> list[RequestOutput]:
         outputs = request.fail(problem)
         self._end([request])
         return outputs
 
+    # -- several tokens in a step ---------------------------------------------------------------------------------
+
+    def _burst(self, passes: Sequence[RowPass]) -> list[RequestOutput] | None:
+        """Let the GPU run several steps before the tokens are read; return None if a step needs Python."""
+        if not isinstance(self.runner, CudaRunner):
+            return None
+        rows = [one.row for one in passes]
+        for one in passes:
+            request = one.row.request
+            reads_every_step = request.is_beam_search or request.proposer or request.settings.logprobs is not None
+            if reads_every_step or not (request.is_started and one.is_newest):
+                return None
+        count, filters = min(self.max_burst, MAX_STEPS, *(row.num_left for row in rows)), self.sampler.filters_of(rows)
+        if count == 1 or not filters.is_stateless:
+            return None
+        try:
+            self.copies.append(self.pages.reserve([row.place for row in rows], [count] * len(rows)))
+        except OutOfPages:
+            return None
+        self._copy_pages()
+        chosen = self.runner.burst(passes, count, filters)
+        if chosen is None:
+            return None
+        tokens = dict(zip(rows, chosen, strict=True))
+        proposed = {row: own[:-1] for row, own in tokens.items()}  # all but the last have been run, as if accepted
+        return self._commit([_with_proposals(one, proposed) for one in passes], tokens, proposed)
+
+    def _propose(self, passes: Sequence[RowPass], failed: dict[Request, Exception]) -> dict[Row, list[int]]:
+        """Return proposals for rows that run their newest token, with pages reserved for them."""
+        rows: dict[Proposer, list[Row]] = {}
+        for one in passes:
+            request = one.row.request
+            if request.proposer is not None and request.is_started and one.is_newest and one.row.num_left > 1:
+                rows.setdefault(request.proposer, []).append(one.row)
+        proposed: dict[Row, list[int]] = {}
+        for proposer, own in rows.items():
+            for found in self._bisect(own, proposer.propose_for, failed):
+                for row, tokens in found.items():
+                    try:
+                        if tokens:
+                            self.copies.append(self.pages.reserve([row.place], [1 + len(tokens)]))
+                            proposed[row] = tokens
+                    except OutOfPages:
+                        pass  # proposals change only the speed
+        return proposed
+
     # -- choosing tokens ------------------------------------------------------------------------------------------
 
-    def _choose(self, passes: Sequence[RowPass], result: RunResult, proposed: Mapping[Row, list[int]]) -> Choice:
-        """Choose the next tokens of rows whose logits are there; nothing changes but the state of beam searches."""
-        logits, choice = result.logits, Choice(passes, result.captured)
+    def _choose(
+        self, passes: Sequence[RowPass], result: RunResult, proposed: Mapping[Row, list[int]]
+    ) -> list[RequestOutput]:
+        """Choose the next tokens of the rows whose logits are there, and return them."""
+        logits, failed = result.logits, dict[Request, Exception]()
         place: dict[Row, int] = {}  # of the logits after the newest token of a row
         end = 0  # of the logits of a pass
         for one in passes:
             request, first, end = one.row.request, end, end + one.num_logits
             if request.settings.score_prompt and not request.is_started:
                 labels = request.prompt.ids[one.start + 1 : one.start + 1 + one.num_logits]
-                scored = logits[first : first + len(labels)]
-                choice.prompt_scores[request] = score_tokens(scored, labels, request.settings.logprobs or 0)
+                scores = score_tokens(logits[first : first + len(labels)], labels, request.settings.logprobs or 0)
+                request.prompt_scores = [*request.prompt_scores, *scores]
                 first = end - 1
             if one.start + len(one.tokens) < len(one.row.tokens):
                 continue
             place[one.row] = first
             if not request.is_started:
                 if bool(logits[first].isnan().any()):
-                    choice.failed[request] = InputError(NAN_LOGITS)
+                    failed[request] = InputError(NAN_LOGITS)
                 place |= dict.fromkeys(request.rows, first)
-        rows = [row for row in place if not row.request.is_beam_search and row.request not in choice.failed]
-        if rows:
-            self._choose_tokens(choice, rows, place, proposed, logits)
-        if searching := list(dict.fromkeys(row.request for row in place if row.request.is_beam_search)):
-            self._choose_beams(choice, [one for one in searching if one not in choice.failed], place, logits)
-        return choice
+        rows = [row for row in place if row.request not in failed]
+        searching = [row.request for row in rows if row.request.is_beam_search]
+        tokens, scored = dict[Row, list[int]](), dict[Row, list[TokenScores]]()
+        if len(searching) < len(rows):
+            rows = [row for row in rows if not row.request.is_beam_search] if searching else rows
+            ahead = [proposed.get(row, ()) for row in rows]
+            index = [place[row] + n for row, more in zip(rows, ahead, strict=True) for n in range(1 + len(more))]
+            seen = _take_rows(logits, index)
+            chosen, problems = self.sampler.accept(rows, ahead, seen.float())
+            failed |= {rows[index].request: problem for index, problem in problems.items()}
+            tokens, first = dict(zip(rows, chosen, strict=True)), 0
+            for row, more, own in zip(rows, ahead, chosen, strict=True):
+                if row.request.settings.logprobs is not None and own:
+                    scored[row] = score_tokens(seen[first : first + len(own)], own, row.request.settings.logprobs)
+                first += 1 + len(more)
+        outputs = self._commit(passes, tokens, proposed, scored, result.captured, failed)
+        if searching:
+            outputs += self._search(list(dict.fromkeys(searching)), place, logits)
+        return outputs
 
-    def _choose_tokens(
+    def _commit(
         self,
-        choice: Choice,
-        rows: list[Row],
-        place: Mapping[Row, int],
-        proposed: Mapping[Row, list[int]],
-        logits: Tensor,
-    ) -> None:
-        tokens = [proposed.get(row, []) for row in rows]
-        index = [place[row] + n for row, more in zip(rows, tokens, strict=True) for n in range(1 + len(more))]
-        seen = _take_rows(logits, index)
-        chosen, failed = self.sampler.accept(rows, tokens, seen.float())
-        choice.failed |= {rows[index].request: problem for index, problem in failed.items()}
-        first = 0
-        for row, more, own in zip(rows, tokens, chosen, strict=True):
-            choice.tokens[row], choice.proposed[row] = own, more
-            if row.request.settings.logprobs is not None and own:
-                choice.scores[row] = score_tokens(seen[first : first + len(own)], own, row.request.settings.logprobs)
-            first += 1 + len(more)
+        passes: Sequence[RowPass],
+        tokens: Mapping[Row, Sequence[int]],
+        proposed: Mapping[Row, Sequence[int]],
+        scores: Mapping[Row, Sequence[TokenScores]] | None = None,
+        captured: Mapping[Row, dict[str, Tensor]] | None = None,
+        failed: dict[Request, Exception] | None = None,
+    ) -> list[RequestOutput]:
+        """Count what has been run, append the chosen tokens, and return them."""
+        scores, captured, failed = scores or {}, captured or {}, failed or {}
+        events: dict[Row, RequestOutput] = {}
+        learned: dict[Proposer, list[Row]] = {}
+        for row, new in tokens.items():
+            try:
+                if new and row.request not in failed:
+                    events[row] = self._append(row, new, scores.get(row, ()), captured.get(row))
+                    if row.request.proposer is not None:
+                        learned.setdefault(row.request.proposer, []).append(row)
+            except Exception as problem:  # of the tokenizer
+                failed[row.request] = problem
+        outputs = [output for problem in failed.items() for output in self._fail(*problem)]
+        if failed:
+            events = {row: event for row, event in events.items() if row.request not in failed}
+            passes = [one for one in passes if one.request not in failed]
+        counts = [len(one.tokens) for one in passes]
+        for index, one in enumerate(passes) if proposed else ():
+            if more := proposed.get(one.row):  # those that were not accepted do not count
+                counts[index] += len(events[one.row].tokens) - 1 - len(more)
+        self.scheduler.commit([one.row for one in passes], counts)
+        for proposer, rows in learned.items():
+            proposer.learn(rows, [proposed.get(row, ()) for row in rows], [len(tokens[row]) - 1 for row in rows])
+        for row, found in captured.items():
+            if row not in events and row.request not in failed:
+                outputs.append(RequestOutput(row.request.id, row.index, (), captured=found))
+        for row in events:
+            if not row.request.is_started:
+                self._begin(row.request)
+            if row.finish_reason is not None:
+                self.scheduler.give_back_row(row)
+        ended = dict.fromkeys(row.request for row in events if row.finish_reason is not None)
+        self._end([request for request in ended if request.is_done])
+        return [*outputs, *events.values()]
+
+    def _append(
+        self, row: Row, tokens: Sequence[int], scores: Sequence[TokenScores], captured: dict[str, Tensor] | None
+    ) -> RequestOutput:
+        """Append tokens to a row, up to the one that ends it, and return them as an output."""
+        request, is_first = row.request, not row.num_new and not row.index
+        new, reason = end_of_text(row, tokens)
+        if request.settings.stop:
+            assert self.tokenizer is not None
+            if row.text is None:
+                row.text = StreamingText(self.tokenizer, request.settings.stop, request.prompt.ids)
+                if row.num_new:  # after an interrupt
+                    row.text.add(*row.tokens[-row.num_new :])
+            for index, token in enumerate(new):
+                row.text.add(token)
+                if row.text.matched_stop is not None:
+                    new, reason = new[: index + 1], "stop"
+                    break
+        row.tokens += new
+        row.finish_reason = reason
+        prompt_scores = tuple(request.prompt_scores) if is_first else ()
+        return RequestOutput(
+            request.id,
+            row.index,
+            tuple(new),
+            reason,
+            scores=tuple(scores[: len(new)]),
+            prompt_scores=prompt_scores,
+            captured=captured,
+        )
+
+    def _begin(self, request: Request) -> None:
+        """Give the other rows of a request the prompt that its first row has run."""
+        request.is_started = True
+        for row in request.running_rows:
+            if row.number is None:
+                row.number = self.pages.fork(request.rows[0].place)
 
     # -- beam search ----------------------------------------------------------------------------------------------
 
-    def _choose_beams(self, choice: Choice, requests: list[Request], place: Mapping[Row, int], logits: Tensor) -> None:
-        """Advance the searches of these requests by one token."""
+    def _search(self, requests: Sequence[Request], place: Mapping[Row, int], logits: Tensor) -> list[RequestOutput]:
+        """Advance the searches of these requests by one token; their rows continue the beams that are chosen."""
+        outputs: list[RequestOutput] = []
         for request in requests:
             if not request.is_started:
+                self._begin(request)
                 self._begin_search(request, requests)
         for searches in list(self.beams):
             is_ready = [request in requests for request in searches.requests]
@@ -525,16 +543,19 @@ class Engine:
             seen = _take_rows(logits, [place[row] for row in rows]).float()
             filters = self.sampler.filters_of(rows)
             counts = [length for length in searches.lengths for _ in range(searches.num_beams)]
-            suppressed = filters.suppressed_tokens(counts)
+            suppressed, failed = filters.suppressed_tokens(counts), dict[int, Exception]()
             if suppressed is not None and searches.groups == 1:
                 origins = searches.advance(seen, suppressed)
             else:
                 log_probs, failed = self.sampler.constrain(rows, seen.log_softmax(-1))
-                choice.failed |= {rows[index].request: problem for index, problem in failed.items()}
                 origins = searches.advance(log_probs, normalized=True)
-            choice.origins |= dict(zip(searches.requests, origins.tolist(), strict=True))
+            continued = dict(zip(searches.requests, origins.tolist(), strict=True))
+            for request, problem in {rows[index].request: problem for index, problem in failed.items()}.items():
+                outputs += self._fail(request, problem)
+            outputs += self._regroup(searches, continued)
+        return outputs
 
-    def _begin_search(self, request: Request, ready: list[Request]) -> None:
+    def _begin_search(self, request: Request, ready: Sequence[Request]) -> None:
         """Add the search of a request to those of its shape that advance in this step."""
         shape = request.settings.num_beams, request.settings.num_beam_groups
         for searches in self.beams:
@@ -545,140 +566,43 @@ class Engine:
             self.beams.append(searches)
         searches.add(request.settings, request.token_budget, request)
 
-    def _run_searches(self) -> dict[Request, list[BeamHypothesis]]:
+    def _regroup(self, searches: BeamSearches, origins: Mapping[Request, Sequence[int]]) -> list[RequestOutput]:
+        """Let the rows of requests continue the beams that their searches have chosen."""
+        outputs, numbers, continued, ended = list[RequestOutput](), list[int](), list[int](), list[Request]()
+        last = iter(searches.last_tokens)
+        for index, request in enumerate(searches.requests):
+            tokens = [[*request.rows[origin].tokens, next(last)] for origin in origins[request]]
+            for row, own in zip(request.rows, tokens, strict=True):
+                row.tokens = own
+            if searches.is_done[index]:
+                outputs += _beam_outputs(request, searches.best_hypotheses(index))
+                ended.append(request)
+                continue
+            places = [row.place for row in request.rows]
+            numbers += places
+            continued += [places[origin] for origin in origins[request]]
+        self.pages.regroup(numbers, continued)
+        self._end(ended)
+        return outputs
+
+    def _run_searches(self) -> list[RequestOutput]:
         """Run some recorded steps of searches without pages; return the best hypotheses of those that have ended.
 
         If the steps fail, the searches wait again, to run in pages.
         """
         requests = self.scheduler.searching
         if not requests or not isinstance(self.runner, CudaRunner):
-            return {}
+            return []
         try:
-            return self.runner.memory.searches.step(requests)
+            ended = self.runner.memory.searches.step(requests)
         except Exception:
             self.scheduler.searching = []
             for request in requests:
                 request.search_shape = None
                 self.scheduler.add(request)
-            return {}
-
-    def _end_searches(self, ended: Mapping[Request, Sequence[BeamHypothesis]]) -> list[RequestOutput]:
-        self.scheduler.searching = [request for request in self.scheduler.searching if request not in ended]
-        return [output for one in ended.items() for output in self._beam_outputs(*one)]
-
-    # -- committing -----------------------------------------------------------------------------------------------
-
-    def _commit(self, choice: Choice) -> list[RequestOutput]:
-        """Count what has been run, append the chosen tokens, and return them."""
-        outputs: list[RequestOutput] = []
-        for request, scores in choice.prompt_scores.items():
-            request.prompt_scores += scores
-        events: dict[Row, RequestOutput] = {}
-        for row, tokens in choice.tokens.items():
-            try:
-                if tokens and row.request not in choice.failed:
-                    events[row] = self._append(row, tokens, choice)
-            except Exception as problem:  # of the tokenizer
-                choice.failed[row.request] = problem
-        for failed in choice.failed.items():
-            outputs += self._fail(*failed)
-        events = {row: event for row, event in events.items() if row.request not in choice.failed}
-        passes = [one for one in choice.passes if one.row.number is not None]
-        counts = [len(one.tokens) for one in passes]
-        for index, one in enumerate(passes):
-            if more := choice.proposed.get(one.row):  # those that were not accepted do not count
-                counts[index] += len(events[one.row].tokens) - 1 - len(more)
-        self.scheduler.commit([one.row for one in passes], counts)
-        self._learn(choice)
-        for one in passes:
-            request = one.row.request
-            if not request.is_started and (one.row in events or request in choice.origins):
-                self._begin(request)
-        for searches in self.beams:
-            if searches.requests[0] in choice.origins:
-                outputs += self._regroup(searches, choice.origins)
-        self._end([request for request in choice.origins if request.is_done and request not in choice.failed])
-        for one in passes if choice.captured else ():
-            if one.row in choice.captured and one.row not in events:
-                outputs.append(RequestOutput(one.row.request.id, one.row.index, (), captured=choice.captured[one.row]))
-        outputs += events.values()
-        for row in events:
-            if row.finish_reason is not None:
-                self.scheduler.give_back_row(row)
-        self._end([request for request in dict.fromkeys(row.request for row in events) if request.is_done])
-        return outputs
-
-    def _append(self, row: Row, tokens: Sequence[int], choice: Choice) -> RequestOutput:
-        """Append tokens to a row, up to the one that ends it, and return them as an output."""
-        request, is_first = row.request, not row.num_new and not row.index
-        new, reason = end_of_text(row, tokens)
-        if request.settings.stop:
-            new, reason = self._stop(row, new, reason)
-        row.tokens += new
-        row.finish_reason = reason
-        prompt_scores = tuple(request.prompt_scores) if is_first else ()
-        scores = tuple(choice.scores.get(row, ()))[: len(new)]
-        captured = choice.captured.get(row)
-        return RequestOutput(
-            request.id, row.index, tuple(new), reason, scores=scores, prompt_scores=prompt_scores, captured=captured
-        )
-
-    def _stop(self, row: Row, new: list[int], reason: str | None) -> tuple[list[int], str | None]:
-        """Return the tokens up to the one that completes a stop string, and the finish reason."""
-        assert self.tokenizer is not None
-        if row not in self.texts:
-            self.texts[row] = StreamingText(self.tokenizer, row.request.settings.stop, row.request.prompt.ids)
-        text = self.texts[row]
-        for index, token in enumerate(new):
-            text.add(token)
-            if text.matched_stop is not None:
-                return new[: index + 1], "stop"
-        return new, reason
-
-    def _learn(self, choice: Choice) -> None:
-        rows: dict[Proposer, list[Row]] = {}
-        for row, tokens in choice.tokens.items():
-            proposer = self._proposer_of(row.request)
-            if proposer is not None and tokens:
-                rows.setdefault(proposer, []).append(row)
-        for proposer, own in rows.items():
-            accepted = [len(choice.tokens[row]) - 1 for row in own]
-            proposer.learn(own, [choice.proposed.get(row, []) for row in own], accepted)
-
-    def _begin(self, request: Request) -> None:
-        """Give the other rows of a request the prompt that its first row has run."""
-        request.is_started = True
-        for row in request.running_rows:
-            if row.number is None:
-                row.number = self.pages.fork(request.rows[0].place)
-
-    def _regroup(self, searches: BeamSearches, origins: Mapping[Request, Sequence[int]]) -> list[RequestOutput]:
-        """Let the rows of requests continue the beams that their searches have chosen."""
-        outputs, numbers, continued = list[RequestOutput](), list[int](), list[int]()
-        last = iter(searches.last_tokens)
-        for index, request in enumerate(searches.requests):
-            tokens = [[*request.rows[origin].tokens, next(last)] for origin in origins[request]]
-            if searches.is_done[index]:
-                outputs += self._beam_outputs(request, searches.best_hypotheses(index))
-            for row, own in zip(request.rows, tokens, strict=True):
-                row.tokens = own
-                row.finish_reason = "stop" if searches.is_done[index] else None
-            places = [row.place for row in request.rows]
-            numbers += places
-            continued += [places[origin] for origin in origins[request]]
-        self.pages.regroup(numbers, continued)
-        return outputs
-
-    @staticmethod
-    def _beam_outputs(request: Request, hypotheses: Sequence[BeamHypothesis]) -> list[RequestOutput]:
-        """Return the outputs of a finished beam search: the best hypotheses, and empty ones if there are too few."""
-        outputs = []
-        for index, (tokens, score) in enumerate(hypotheses):
-            reason = "stop" if tokens and tokens[-1] in request.settings.eos_token_id else request.limit_reason
-            outputs.append(RequestOutput(request.id, index, tuple(tokens), reason, score))
-        missing = range(len(outputs), request.settings.num_return_sequences)
-        outputs += [RequestOutput(request.id, index, (), "no_hypothesis") for index in missing]
-        return [outputs[0]._replace(prompt_scores=tuple(request.prompt_scores)), *outputs[1:]]
+            return []
+        self.scheduler.searching = [request for request in requests if request not in ended]
+        return [output for one in ended.items() for output in _beam_outputs(*one)]
 
     # -- all or nothing -------------------------------------------------------------------------------------------
 
@@ -695,29 +619,40 @@ class Engine:
     def _save(self) -> tuple[Any, ...]:
         scheduler = self.scheduler
         requests = [*scheduler.running, *(one for one in scheduler.waiting if one.is_started)]
-        rows = [(row, vars(row).copy(), len(row.tokens)) for request in requests for row in request.rows]
-        texts = [(row, text, {**vars(text), "ids": [*text.ids]}) for row, text in self.texts.items()]
-        beams = [(searches, searches.snapshot()) for searches in self.beams]
-        own = [(request, vars(request).copy(), len(request.prompt_scores)) for request in requests]
-        lists = [*scheduler.waiting], [*scheduler.running], [*scheduler.searching], [*self.unencoded], [*self.copies]
-        return self.pages.save(), self.sources.save(), lists, rows, own, texts, beams
+        rows = [row for request in requests for row in request.rows]
+        changing = [(one, vars(one).copy()) for one in (*requests, *rows, *self.beams)]
+        lists = [*scheduler.waiting], [*scheduler.running], [*scheduler.searching], [*self.beams]
+        return self.pages.save(), self.sources.save(), lists, changing, [(row, len(row.tokens)) for row in rows]
 
-    def _restore(self, pages: Any, sources: Any, lists: Any, rows: Any, own: Any, texts: Any, beams: Any) -> None:
+    def _restore(self, pages: Any, sources: Any, lists: Any, changing: Any, lengths: Any) -> None:
         self.pages.restore(pages)
         self.sources.restore(sources)
-        scheduler = self.scheduler
-        scheduler.waiting, scheduler.running, scheduler.searching, self.unencoded, self.copies = lists
-        for request in set(scheduler.waiting) - {request for request, *_ in own}:
+        self.scheduler.waiting, self.scheduler.running, self.scheduler.searching, self.beams = lists
+        for request in set(self.scheduler.waiting) - {one for one, _ in changing}:
             request.restart()
-        for row, values, length in rows:
-            vars(row).update(values)
+        for one, values in changing:
+            vars(one).update(values)
+        for row, length in lengths:
+            row.text = None  # it is decoded again from the tokens
             del row.tokens[length:], row.digests[length // PAGE_SIZE :]
-        for request, values, length in own:
-            vars(request).update(values)
-            del request.prompt_scores[length:]
-        self.texts = {row: text for row, text, _ in texts}
-        for _, text, values in texts:
-            vars(text).update(values)
-        self.beams = [searches for searches, _ in beams]
-        for searches, state in beams:
-            searches.restore(state)
+
+
+def _take_rows(logits: Tensor, index: list[int]) -> Tensor:
+    """Return these rows of logits, which are seldom others than all."""
+    return logits if index == list(range(len(logits))) else logits[index]
+
+
+def _with_proposals(one: RowPass, proposed: Mapping[Row, Sequence[int]]) -> RowPass:
+    more = proposed.get(one.row)
+    return one if not more else one._replace(tokens=[*one.tokens, *more], num_logits=1 + len(more))
+
+
+def _beam_outputs(request: Request, hypotheses: Sequence[BeamHypothesis]) -> list[RequestOutput]:
+    """Return the outputs of a finished beam search: the best hypotheses, and empty ones if there are too few."""
+    outputs = []
+    for index, (tokens, score) in enumerate(hypotheses):
+        reason = "stop" if tokens and tokens[-1] in request.settings.eos_token_id else request.limit_reason
+        outputs.append(RequestOutput(request.id, index, tuple(tokens), reason, score))
+    missing = range(len(outputs), request.settings.num_return_sequences)
+    outputs += [RequestOutput(request.id, index, (), "no_hypothesis") for index in missing]
+    return [outputs[0]._replace(prompt_scores=tuple(request.prompt_scores)), *outputs[1:]]

@@ -7,7 +7,7 @@ whether it was preempted, or whether a token was proposed before it was verified
 library version, dtype and number of threads: every sum has one order, that of the positions in the row and in the
 weight.  Sources are encoded one by one.  This file says what is covered; the sums are in `exact_linear`
 (fast_linear.py, kernels/gpu.py), `attend_pages(exact=True)` (kernels/gpu_attention.py) and, on a CPU, the operator's
-`exact` (`CpuStack.step`), to which `ModelRunner._run_pieces` gives no more tokens at a time than it takes.
+`exact` (`CpuStack.step`), to which `ModelRunner.run` gives no more tokens at a time than it takes.
 
                               CPU                           GPU
     weights                   fp32, 8 and 4 bits            16 bits
@@ -59,43 +59,33 @@ def reason_not_exact(model: Transformer) -> str | None:
         return "it has a LoRA adapter"
     if model.head.teacher is not None:
         return "its head has a teacher"
-    on_gpu, stack = model.device.type == "cuda", model.decoder.config
-    reason = _reason_on_gpu(model) if on_gpu else _reason_on_cpu(model)
-    if reason is not None:
-        return reason
-    allowed, norm = GPU_SUPPORTED if on_gpu else STEP_SUPPORTED, stack.norm
-    if norm is not None and (norm.kind not in NATIVE_NORMS or (on_gpu and norm.unit_offset)):
+    device, stack = model.device.type, model.decoder.config
+    dtypes = {weight.dtype for weight in model.parameters()}
+    if device == "cuda":
+        if not gpu.is_available():
+            return "Triton or a GPU of compute capability 8.0 is missing"
+        if model.config.quantize is not None:
+            return "8- and 4-bit weights have none on a GPU"
+        if len(dtypes) > 1 or not dtypes <= set(HALF_DTYPES):
+            return f"its weights are in {next(iter(dtypes))}, and on a GPU 16 bits are needed"
+        for name, module in model.named_modules():
+            if isinstance(module, Linear | torch.nn.Linear) and module.in_features % ROW_MULTIPLE:
+                return f"{name} has {module.in_features} inputs, not a multiple of {ROW_MULTIPLE}"
+        for block in stack.layers():
+            for attention in filter(None, (block.attention, block.cross)):
+                size, value_size = attention.key_size(block.width), attention.value_size(block.width)
+                if size != value_size or not is_head_size(size):
+                    return f"heads of {size} and {value_size} are not a power of two from 16 to 256"
+    elif device != "cpu":
+        return f"there is none on {model.device}"
+    elif dtypes - {torch.float32}:
+        return f"its weights are in {next(iter(dtypes - {torch.float32}))}, and on a CPU fp32 is needed"
+    elif not load_kernels().is_ready:
+        return load_kernels().reason
+    norm = stack.norm
+    if norm is not None and (norm.kind not in NATIVE_NORMS or (device == "cuda" and norm.unit_offset)):
         return f"its decoder ends with {norm}"
+    allowed = GPU_SUPPORTED if device == "cuda" else STEP_SUPPORTED
     fields = (unsupported_field(block, allowed) for block in stack.layers())
     field = next((field for field in fields if field is not None), None)
     return None if field is None else f"it has {field}"
-
-
-def _reason_on_cpu(model: Transformer) -> str | None:
-    if model.device.type != "cpu":
-        return f"there is none on {model.device}"
-    dtypes = {weight.dtype for weight in model.parameters()} - {torch.float32}
-    if dtypes:
-        return f"its weights are in {next(iter(dtypes))}, and on a CPU fp32 is needed"
-    kernels = load_kernels()
-    return None if kernels.is_ready else kernels.reason
-
-
-def _reason_on_gpu(model: Transformer) -> str | None:
-    if not gpu.is_available():
-        return "Triton or a GPU of compute capability 8.0 is missing"
-    if model.config.quantize is not None:
-        return "8- and 4-bit weights have none on a GPU"
-    dtypes = {weight.dtype for weight in model.parameters()}
-    if len(dtypes) > 1 or not dtypes <= set(HALF_DTYPES):
-        return f"its weights are in {next(iter(dtypes))}, and on a GPU 16 bits are needed"
-    for name, module in model.named_modules():
-        if isinstance(module, Linear | torch.nn.Linear) and module.in_features % ROW_MULTIPLE:
-            return f"{name} has {module.in_features} inputs, not a multiple of {ROW_MULTIPLE}"
-    assert model.decoder is not None
-    for block in model.decoder.config.layers():
-        for attention in filter(None, (block.attention, block.cross)):
-            size, value_size = attention.key_size(block.width), attention.value_size(block.width)
-            if size != value_size or not is_head_size(size):
-                return f"heads of {size} and {value_size} are not a power of two from 16 to 256"
-    return None

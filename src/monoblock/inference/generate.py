@@ -13,8 +13,8 @@ from torch import Tensor
 from monoblock.errors import InputError
 from monoblock.inference.engine import MAX_BURST, Engine
 from monoblock.inference.fast_modules import MIN_NATIVE_WEIGHTS
-from monoblock.inference.optimized import GenerativeModel, OptimizedModel
 from monoblock.inference.pages import default_max_rows
+from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
 from monoblock.inference.runners.plain import evaluation_mode, run_texts
 from monoblock.inference.sampler import score_tokens
 from monoblock.inference.scheduler import Prompt, RequestOutput, limits_of, pad_right, parse_prompt
@@ -62,7 +62,7 @@ class GenerateCall:
             options["draft"], draft = draft, None
         seeds = split_seeds(seed, len(ids) if hasattr(ids, "__len__") else 0)
         self.settings, self.ids, self.tap = parse_settings(options), ids, tap
-        self.model = model.plain if isinstance(model, OptimizedModel) else model
+        self.model = model.plain if isinstance(model, PreparedModel) else model
         if is_stream and self.settings.num_beams > 1:
             raise InputError(
                 "beam search knows its text only at the end, so it cannot be streamed; write num_beams=1, or call "

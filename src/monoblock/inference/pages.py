@@ -117,7 +117,7 @@ class Pages:
 
     def regroup(self, rows: Sequence[int], origins: Sequence[int]) -> None:
         """Let each of these rows continue another one of them: row n gets the tokens of row `origins[n]`."""
-        new, old = np.array([rows, origins])
+        new, old = np.array([rows, origins], dtype=np.int64)
         moved = new != old
         new, old = new[moved], old[moved]
         self.room[new] = self.room[old] = 0

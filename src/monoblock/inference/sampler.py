@@ -10,6 +10,7 @@ name of its field in `Settings`; its parameter is one number for all rows or a t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -242,14 +243,14 @@ class Filters:
         names = [function.__name__ for function in SAMPLING_FILTERS]
         return tuple(tuple(getattr(row, name) for name in names) for row in self.settings)
 
-    def choose(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Choose the next tokens (B,) from logits (B, V).
 
         A greedy row takes its best token.  A sampled row takes the token that its number in `uniforms` (B,), a random
-        number from [0, 1), selects from the filtered distribution (see `sample_tokens`).
+        number from [0, 1), selects from the filtered distribution (see `sample_tokens`).  Without them, all are greedy.
         """
         best = argmax(logits) if logits.is_cuda else logits.argmax(-1)
-        if not self.has_sampling:
+        if uniforms is None or not self.has_sampling:
             return best
         sampled = sample_tokens(self.apply_sampling_filters(logits.float()), uniforms)
         return torch.where(self.sampled_rows, sampled, best)
@@ -310,20 +311,20 @@ class Sampler:
         return self.known[key]
 
     def choose(
-        self, rows: Sequence[Row], logits: Tensor, proposed: Sequence[Sequence[int]] | None = None
+        self, rows: Sequence[Row], logits: Tensor, proposed: Sequence[Sequence[int]] = ()
     ) -> tuple[list[int], dict[int, Exception]]:
         """Return the next token of every row, and what went wrong in rows whose logits processors have failed.
 
         logits: (rows, V).
         proposed: tokens of each row, after its own, that the logits have seen as well.
         """
-        filters = self.filters_of(rows)
-        logits, failed = self.constrain(rows, logits, proposed)
-        numbers = [0.0] * len(rows)
+        filters, failed, uniforms = self.filters_of(rows), dict[int, Exception](), None
+        if not filters.is_stateless:
+            logits, failed = self.constrain(rows, logits, proposed)
         if filters.has_sampling:
-            ahead = [0] * len(rows) if proposed is None else map(len, proposed)
+            ahead = map(len, proposed) if proposed else [0] * len(rows)
             numbers = [row.uniform(offset) for row, offset in zip(rows, ahead, strict=True)]
-        uniforms = torch.tensor(numbers, device=filters.device, dtype=torch.double)
+            uniforms = torch.tensor(numbers, device=filters.device, dtype=torch.double)
         return filters.choose(logits, uniforms).tolist(), failed
 
     def accept(
@@ -336,35 +337,36 @@ class Sampler:
         logits: those after the newest token of each row and after each of its proposals, one row after the other.
         A row whose logits processor has failed is in the second result, with the error.
         """
-        first, chosen, failed = [0], [list[int]() for _ in rows], dict[int, Exception]()
-        for tokens in proposed:
-            first.append(first[-1] + 1 + len(tokens))
-        best: list[int] | None = None
-        filters = self.filters_of(rows)
-        if filters.is_stateless and not filters.has_sampling and len(logits) > len(rows):
-            best = filters.choose(logits, logits[:, 0]).tolist()
-        alive, position = list(range(len(rows))), 0
+        if len(logits) == len(rows):
+            tokens, failed = self.choose(rows, logits)
+            return [[] if index in failed else [token] for index, token in enumerate(tokens)], failed
+        first = [0, *itertools.accumulate(1 + len(more) for more in proposed)]
+        chosen, failed = [list[int]() for _ in rows], {}
+        filters, alive, position = self.filters_of(rows), list(range(len(rows))), 0
+        best = filters.choose(logits).tolist() if filters.is_stateless and not filters.has_sampling else None
         while alive:
+            places = [first[index] + position for index in alive]
             if best is not None:
-                tokens = [best[first[index] + position] for index in alive]
+                tokens = [best[place] for place in places]
             else:
-                seen = logits if len(alive) == len(logits) else logits[[first[index] + position for index in alive]]
-                ahead = [proposed[index][:position] for index in alive] if position else None
-                tokens, problems = self.choose([rows[index] for index in alive], seen, ahead)
+                ahead = [proposed[index][:position] for index in alive]
+                tokens, problems = self.choose([rows[index] for index in alive], logits[places], ahead)
                 failed |= {alive[number]: problem for number, problem in problems.items()}
-            goes_on = []
             for index, token in zip(alive, tokens, strict=True):
-                if index in failed:
-                    continue
-                chosen[index].append(token)
-                is_proposed = list(proposed[index][position : position + 1]) == [token]
-                if is_proposed and end_of_text(rows[index], chosen[index])[1] is None:
-                    goes_on.append(index)
-            alive, position = goes_on, position + 1
+                if index not in failed:
+                    chosen[index].append(token)
+            alive = [
+                index
+                for index, token in zip(alive, tokens, strict=True)
+                if index not in failed
+                and proposed[index][position : position + 1] == [token]
+                and end_of_text(rows[index], chosen[index])[1] is None
+            ]
+            position += 1
         return chosen, failed
 
     def constrain(
-        self, rows: Sequence[Row], logits: Tensor, proposed: Sequence[Sequence[int]] | None = None
+        self, rows: Sequence[Row], logits: Tensor, proposed: Sequence[Sequence[int]] = ()
     ) -> tuple[Tensor, dict[int, Exception]]:
         """Apply the constraints and the logits processors of every row to logits (rows, V); see `choose`."""
         filters, failed, history = self.filters_of(rows), dict[int, Exception](), None
@@ -378,12 +380,12 @@ class Sampler:
             return logits, failed
         processed = list(logits.clone().split(1))  # a processor may change what it is given
         for index, row in enumerate(rows):
-            if row.request.settings.logits_processor:
-                ids = torch.tensor([tokens[index]], device=filters.device)
-                try:
+            try:
+                if row.request.settings.logits_processor:
+                    ids = torch.tensor([tokens[index]], device=filters.device)
                     processed[index] = run_processors(row.request.settings, ids, processed[index])
-                except Exception as problem:  # the other requests go on
-                    failed[index] = problem
+            except Exception as problem:  # the other requests go on
+                failed[index] = problem
         return torch.cat(processed), failed
 
 

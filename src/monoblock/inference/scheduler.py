@@ -17,7 +17,7 @@ import operator
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from monoblock.config.parts import EmbeddingConfig, Learned
 from monoblock.errors import InputError, with_article
 from monoblock.inference.pages import OutOfPages, PageCopies, Pages
 from monoblock.inference.settings import Settings, show
+from monoblock.inference.streaming_text import StreamingText
 from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.arguments import check_model
 from monoblock.nn.transformer import Transformer
@@ -252,6 +253,7 @@ class Row:
     number: int | None = None  # of its row in the pages; None while it waits
     finish_reason: str | None = None
     random_stream: RandomStream | None = None  # None if decoding is greedy
+    text: StreamingText | None = None  # of the new tokens, if there are stop strings
     digests: list[bytes] = field(default_factory=list)  # of the full pages of `tokens`, as far as they are known
 
     @property
@@ -304,16 +306,17 @@ class Request:
         self.rows = [Row(self, index, list(prompt.ids), random_stream=stream) for index, stream in streams]
         self.root_digest = _digest([repr(part).encode() for part in (*root, prompt.source)])
         self.source_number: int | None = None  # of its row in the pages of sources
+        self.is_encoded = False  # whether its source has been encoded
         self.is_started = False  # whether its prompt has been run: all its rows have tokens of their own
         self.prompt_scores: list[TokenScores] = []
         self.search_shape: object = None  # of a beam search that a GPU may run in recorded steps, see cuda_search.py
+        self.proposer: Any = None  # a `Proposer`, if there is one for this request
 
     def restart(self) -> None:
         """Return to the state of a request that waits and has not begun."""
-        self.source_number, self.is_started = None, False
-        self.prompt_scores.clear()
+        self.source_number, self.is_encoded, self.is_started, self.prompt_scores = None, False, False, []
         for row in self.rows:
-            row.number = row.finish_reason = None
+            row.number = row.finish_reason = row.text = None
             del row.tokens[len(self.prompt.ids) :]
 
     @property
@@ -377,23 +380,13 @@ class RowPass(NamedTuple):
     num_logits: int
 
     @property
+    def request(self) -> Request:
+        return self.row.request
+
+    @property
     def is_newest(self) -> bool:
         """Whether only the newest token of the row is run, not one of those that are run again after a preemption."""
         return len(self.tokens) == 1 and self.start + 1 == len(self.row.tokens)
-
-
-@dataclass
-class Plan:
-    """What one step runs."""
-
-    passes: list[RowPass] = field(default_factory=list)
-    copies: PageCopies = field(default_factory=lambda: PageCopies([], [], []))
-    admitted: list[Request] = field(default_factory=list)  # their sources are not encoded yet
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether every pass is over the newest token of a row that has begun."""
-        return all(one.is_newest and one.row.request.is_started for one in self.passes)
 
 
 class Scheduler:
@@ -416,78 +409,60 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=_order)
 
     def drop(self, request: Request) -> None:
-        """Remove a request, whether it waits or runs."""
+        """Remove a request, whether it waits or runs, and give back what it has."""
         for requests in (self.waiting, self.running, self.searching):
             if request in requests:
                 requests.remove(request)
-        self._give_back(request)
-
-    def _give_back(self, request: Request) -> None:
         for row in request.rows:
             self.give_back_row(row)
         if request.source_number is not None:
             self.sources.drop(request.source_number)
-            request.source_number = None
+            request.source_number, request.is_encoded = None, False
 
     def give_back_row(self, row: Row) -> None:
         if row.number is not None:
             self.pages.drop(row.number)
             row.number = None
 
-    def num_needed(self, request: Request) -> int:
-        """Return the most pages that a request may ever need."""
-        return len(request.rows) * (pages_of(request.max_length) + 1)
-
     # -- one step -------------------------------------------------------------------------------------------------
 
-    def plan(self) -> Plan:
-        """Choose the tokens of the next step, and reserve their pages."""
-        plan = Plan()
-        self._admit(plan)
+    def plan(self) -> tuple[list[RowPass], PageCopies]:
+        """Choose the tokens of the next step, and reserve their pages; return also the pages to copy before."""
+        self._admit()
         while self.running:
             passes = self._select_passes()
-            numbers, counts = [one.row.place for one in passes], [len(one.tokens) for one in passes]
             try:
-                plan.copies = self.pages.reserve(numbers, counts)
+                numbers, counts = [one.row.place for one in passes], [len(one.tokens) for one in passes]
+                return passes, self.pages.reserve(numbers, counts)
             except OutOfPages:
-                self._preempt(plan, self.running)
-                continue
-            plan.passes = passes
-            break
-        return plan
+                self._preempt(self.running)
+        return [], PageCopies([], [], [])
 
     def _select_passes(self) -> list[RowPass]:
+        rows = [row for request in self.running if request.is_started for row in request.running_rows]
+        rows += [request.rows[0] for request in self.running if not request.is_started]
+        starts = self.pages.lengths[[row.place for row in rows]].tolist()
+        pending = [len(row.tokens) - start for row, start in zip(rows, starts, strict=True)]
+        # The beams of a search advance together, so none runs its newest token before the others have caught up.
+        behind = [row.request for row, count in zip(rows, pending, strict=True) if count > 1]
+        held = {request for request in behind if request.is_beam_search and request.is_started}
         passes, left = [], MAX_STEP_TOKENS
-        requests = sorted(self.running, key=lambda request: not request.is_started)
-        groups = [request.running_rows if request.is_started else request.rows[:1] for request in requests]
-        everyone = [row for rows in groups for row in rows]
-        lengths = self.pages.lengths[[row.place for row in everyone]].tolist()
-        if all(request.is_started for request in requests):
-            newest = [RowPass(row, row.tokens[start:], start, 1) for row, start in zip(everyone, lengths, strict=True)]
-            if all(len(one.tokens) == 1 for one in newest):
-                return newest
-        lengths = iter(lengths)
-        for request, rows in zip(requests, groups, strict=True):
-            starts = [next(lengths) for _ in rows]
-            pending = [len(row.tokens) - start for row, start in zip(rows, starts, strict=True)]
-            # The beams of a search advance together, so none runs its newest token before the others have caught up.
-            holds = request.is_beam_search and request.is_started and max(pending) > 1
-            for row, start, count in zip(rows, starts, pending, strict=True):
-                wanted = count - 1 if holds else count
-                if wanted > 1:
-                    wanted = min(wanted, left, self.chunk or wanted)
-                    left -= wanted
-                if wanted <= 0:
-                    continue
-                is_last = wanted == count
-                scores = request.settings.score_prompt and not request.is_started
-                num_logits = wanted if scores else int(is_last)
+        for row, start, count in zip(rows, starts, pending, strict=True):
+            request, wanted = row.request, count
+            if request in held:
+                wanted -= 1
+            if wanted > 1:
+                wanted = min(wanted, left, self.chunk or wanted)
+                left -= wanted
+            if wanted > 0:
+                is_scored = request.settings.score_prompt and not request.is_started
+                num_logits = wanted if is_scored else int(wanted == count)
                 passes.append(RowPass(row, row.tokens[start : start + wanted], start, num_logits))
         return passes
 
     # -- admission and preemption ---------------------------------------------------------------------------------
 
-    def _admit(self, plan: Plan) -> None:
+    def _admit(self) -> None:
         index, awaited = 0, self.searching[0].search_shape if self.searching else None
         shape = awaited
         rows = sum(len(one.rows) for one in (*self.running, *self.searching))
@@ -504,10 +479,9 @@ class Scheduler:
                 shape, rows = request.search_shape, rows + len(request.rows)
             elif fits and self._place(request):
                 self.running.append(self.waiting.pop(index))
-                plan.admitted.append(request)
                 rows += len(request.rows)
             elif any(one.settings.priority < request.settings.priority for one in holders):
-                rows -= len(self._preempt(plan, holders).rows)
+                rows -= len(self._preempt(holders).rows)
             else:
                 return
 
@@ -538,11 +512,9 @@ class Scheduler:
         tokens = request.prompt.ids if request.is_beam_search else row.tokens
         return self.pages.find(row.page_digests((len(tokens) - 1) // PAGE_SIZE))
 
-    def _preempt(self, plan: Plan, requests: Sequence[Request]) -> Request:
+    def _preempt(self, requests: Sequence[Request]) -> Request:
         """Let the last of these running requests that have the lowest priority wait again, and return it."""
         last = min(reversed(requests), key=lambda request: request.settings.priority)
-        if last in plan.admitted:
-            plan.admitted.remove(last)
         self.drop(last)
         self.add(last)
         if not last.is_started:  # its prompt will be run, and scored, from the beginning

@@ -15,11 +15,12 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from monoblock.errors import InputError, with_article
-from monoblock.inference.optimized import GenerativeModel, OptimizedModel
 from monoblock.inference.pages import OutOfPages, Pages
+from monoblock.inference.prepared_model import GenerativeModel, PreparedModel
 from monoblock.inference.runners.plain import ModelRunner
 from monoblock.inference.sampler import Sampler
 from monoblock.inference.scheduler import ModelLimits, Request, Row, RowPass, limits_of
@@ -45,6 +46,10 @@ class Proposer:
     def propose(self, rows: Sequence[Row], limits: Sequence[int]) -> list[list[int]]:
         """Propose next tokens of each row, at most as many as its limit."""
         raise NotImplementedError
+
+    def propose_for(self, rows: Sequence[Row]) -> dict[Row, list[int]]:
+        """Propose tokens of each row, at most as many as it may have before its last one."""
+        return dict(zip(rows, self.propose(rows, [row.num_left - 1 for row in rows]), strict=True))
 
     def learn(self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
         """Note how many proposals have been accepted; `row.tokens` has them, and the token after them, by now."""
@@ -92,7 +97,7 @@ class DraftModel(Proposer):
     """
 
     def __init__(self, model: GenerativeModel, max_proposals: int = 4, max_checked: int | None = None) -> None:
-        if not isinstance(model, OptimizedModel):
+        if not isinstance(model, PreparedModel):
             check_model(model, Transformer, "DraftModel")
         check_count("max_proposals", max_proposals, 1)
         if max_checked is not None:
@@ -104,7 +109,7 @@ class DraftModel(Proposer):
         self.num_proposals = max_proposals  # how many tokens the next call proposes
         self.proposed = self.accepted = 0  # numbers of tokens, of all rows together
         self.pages, self.sources = Pages(MAX_DRAFT_PAGES, MAX_DRAFT_ROWS), Pages(MAX_DRAFT_PAGES, MAX_DRAFT_ROWS)
-        if isinstance(model, OptimizedModel):
+        if isinstance(model, PreparedModel):
             self.plain, self.runner = model.plain, model.make_runner(self.pages, self.sources)
         else:
             self.plain, self.runner = model, ModelRunner(model, self.pages, self.sources)
@@ -146,14 +151,11 @@ class DraftModel(Proposer):
         rooms = [self.context - len(row.tokens) for row in rows]
         wanted = [max(0, min(count, limit, room)) for limit, room in zip(limits, rooms, strict=True)]
         proposed: list[list[int]] = [[] for _ in rows]
-        with self.runner.inference():
-            try:
-                own = [self._own_row(row) if number else None for row, number in zip(rows, wanted, strict=True)]
-                for _ in range(max(wanted, default=0)):
-                    going = [n for n, number in enumerate(wanted) if len(proposed[n]) < number]
-                    self._propose_next([own[n] for n in going], [proposed[n] for n in going])  # type: ignore[misc]
-            except OutOfPages:  # a draft changes only the speed
-                pass
+        with self.runner.inference(), suppress(OutOfPages):  # a draft changes only the speed
+            own = {n: self._own_row(row) for n, row in enumerate(rows) if wanted[n]}
+            for _ in range(max(wanted, default=0)):
+                going = [n for n in own if len(proposed[n]) < wanted[n]]
+                self._propose_next([own[n] for n in going], [proposed[n] for n in going])
         return proposed
 
     def _propose_next(self, rows: Sequence[Row], proposed: Sequence[list[int]]) -> None:
@@ -175,26 +177,24 @@ class DraftModel(Proposer):
         if row.index not in rows:
             siblings = list(rows.values())
             request = siblings[0].request if siblings else copy.copy(row.request)
+            request.proposer = None
             if not siblings and request.prompt.source is not None:
                 request.source_number = self.sources.add_row()
                 self.sources.reserve([request.source_number], [len(request.prompt.source)])
                 self.runner.encode([request])
             number = self.pages.fork(siblings[0].place) if siblings else self.pages.add_row()
-            self.pages.truncate(number, min(len(row.request.prompt.ids), int(self.pages.lengths[number])))
+            self.pages.truncate(number, len(row.request.prompt.ids))
             rows[row.index] = replace(row, request=request, number=number)
         own = rows[row.index]
         own.tokens = row.tokens
-        self._keep(own, len(row.tokens) - 1)
+        self.pages.truncate(own.place, len(row.tokens) - 1)
         return own
-
-    def _keep(self, own: Row, length: int) -> None:
-        self.pages.truncate(own.place, min(length, int(self.pages.lengths[own.place])))
 
     def learn(self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
         for row in rows:
             own = self.own_rows.get(row.request.id, {}).get(row.index)
             if own is not None:
-                self._keep(own, len(row.tokens) - 1)
+                self.pages.truncate(own.place, len(row.tokens) - 1)
         tried = [(len(tokens), count) for tokens, count in zip(proposed, accepted, strict=True) if tokens]
         if tried:
             self.proposed += sum(count for count, _ in tried)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,15 +37,6 @@ def supports_pages(x: Tensor, size: int) -> bool:
     return is_head_size(size) and has_kernels(x)
 
 
-class _Inputs(NamedTuple):
-    """What all kernels read, in the order of their arguments."""
-
-    pages: tuple[Tensor, ...]  # keys, values, tables, lengths, counts
-    angles: tuple[Tensor, Tensor]  # cos and sin, or anything
-    strides: tuple[int, ...]  # of keys and of values by page and group, of tables and of angles by row
-    options: dict[str, Any]
-
-
 def attend_pages(
     q: Tensor,
     k: Tensor | None,
@@ -77,27 +68,60 @@ def attend_pages(
     exact: the bits of a token do not depend on other rows, nor on what is new in its own: keys are added up in parts
         of EXACT_PART or less for wide heads, and the parts in their order.
     """
-    T, G, K = q.shape[2], *keys.shape[1::2]
-    row_stride = 0 if cos is None or cos.shape[0] == 1 else cos.stride(0)
-    strides = (*keys.stride()[:2], *values.stride()[:2], tables.stride(0), row_stride)
-    rotary = {"PAIRS": 1 if cos is None else cos.shape[-1], "ROTARY_LAYOUT": ROTARY_LAYOUTS[layout]}
-    angles = (q if cos is None else cos, q if sin is None else sin)
-    options = {"K": K, **rotary, **launch_options()}
-    inputs = _Inputs((keys, values, tables, lengths, counts), angles, strides, options)
-    fits = T <= MAX_NEW and next_power_of_two(T) * (q.shape[1] // G) <= MAX_QUERIES
-    new = T if T == 1 or (fits and not exact) else 0
+    (R, H, T, K), (_, G, _, _), P = q.shape, keys.shape, tables.shape[1]
+    heads, kernels = H // G, triton_kernels("triton_attention")
+    pages, angles = (keys, values, tables, lengths, counts), (q if cos is None else cos, q if sin is None else sin)
+    angles_row = 0 if cos is None or cos.shape[0] == 1 else cos.stride(0)
+    strides = (*keys.stride()[:2], *values.stride()[:2], tables.stride(0), angles_row)
+    options = {"K": K, "PAIRS": 1 if cos is None else cos.shape[-1], "ROTARY_LAYOUT": ROTARY_LAYOUTS[layout]}
+    options |= launch_options()
+    fits = T <= MAX_NEW and next_power_of_two(T) * heads <= MAX_QUERIES
+    new = T if T == 1 or (fits and not exact) else 0  # tokens that are not on the pages yet
     if k is not None and v is not None and not new:
-        triton_kernels("triton_attention").write_pages_kernel[(len(q) * G, -(-T // PAGE_SIZE))](
-            k, v, *inputs.pages, *angles, *k.stride()[:3], *v.stride()[:3], *strides, G,
+        kernels.write_pages_kernel[(R * G, -(-T // PAGE_SIZE))](
+            k, v, *pages, *angles, *k.stride()[:3], *v.stride()[:3], *strides, G,
             NEW=PAGE_SIZE, num_warps=4, **options,
         )  # fmt: skip
     options |= {"CAUSAL": k is not None, "WINDOW": window is not None}
-    scale, window = K**-0.5 if scale is None else scale, 0 if window is None else window
     if k is None or v is None:
         k, v, new = q, q, 0
     if exact:
-        return _attend_exactly(q, k, v, inputs, scale, window, new, finished)
-    return _attend(q, k, v, inputs, scale, window, new, quantize, finished)
+        queries = 1 if T == 1 else max(1, EXACT_ROWS // next_power_of_two(heads))
+    else:  # few sizes, for each of which it is compiled
+        queries = min(next_power_of_two(T), max(1, MAX_QUERIES // heads))
+    rows, tiles = max(16, next_power_of_two(heads * queries)), -(-T // queries)
+    programs, part = R * G * tiles, min(EXACT_PART, 8192 // K)
+    if exact:
+        splits = -(-P * PAGE_SIZE // part) if 2 * programs <= TARGET_PROGRAMS else 1
+    else:
+        splits = max(1, min(-(-P * PAGE_SIZE // 64), TARGET_PROGRAMS // programs))
+    out = torch.empty(R, T, H * K, dtype=q.dtype, device=q.device)
+    size = programs * splits * (rows if exact else heads * queries) * (K + 2)
+    partials = torch.empty(size if splits > 1 else 1, dtype=torch.float32, device=q.device)
+    if splits == 1:
+        finished = partials  # there is nothing to count
+    elif finished is None or finished.numel() < programs:
+        finished = make_counters(programs, q.device)
+    numbers = (K**-0.5 if scale is None else scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides)
+    numbers = (*numbers, T, G, splits, 0 if window is None else window)
+    grid, sizes = (R * G, splits, tiles), {"HEADS": heads, "QUERIES": queries, "ROWS": rows}
+    if exact:
+        kernels.attend_parts_kernel[grid](
+            q, k, v, *pages, *angles, out, partials, finished, *numbers,
+            **sizes, NEW=new, SPLIT=splits > 1, PART=part, num_warps=4, num_stages=2, **options,
+        )  # fmt: skip
+        return Activations(out)
+    block, warps = SPLIT_TILE if splits > 1 or rows > 16 else WHOLE_TILE
+    split_tile, is_fp32 = min(16, next_power_of_two(splits)), q.dtype == torch.float32
+    quantized, rounded = quantized_arguments(out, quantize and splits > 1 and K % QUANTIZED_BLOCK == 0)
+    kernels.attend_pages_kernel[grid](
+        q, k, v, *pages, *angles, out, *quantized, partials, finished, *numbers,
+        **sizes, NEW=new if new < 2 else max(16, next_power_of_two(new)), SPLITS=split_tile,
+        COMBINED=max(1, min(next_power_of_two(heads * queries), MAX_COMBINED // (split_tile * K))),
+        QUANTIZE=rounded is not None, BLOCK=max(16, block // (1 + (K > 128)) // (1 + is_fp32)),
+        PRECISION="ieee" if is_fp32 else "tf32", num_warps=warps if rows <= 32 else 8, **options,
+    )  # fmt: skip
+    return Activations(out, rounded)
 
 
 def attend_source_pages(q: Tensor, *pages: Tensor, scale: float | None, **options: Any) -> Activations:
@@ -115,63 +139,3 @@ def make_counters(count: int, device: torch.device) -> Tensor:
     same, but no kernels that run at the same time.
     """
     return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, inputs: _Inputs, scale: float, window: int, new: int, quantize: bool,
-    finished: Tensor | None,
-) -> Activations:  # fmt: skip
-    """Attend to the pages and to `new` tokens that are not on them yet."""
-    (R, H, T, K), G, P = q.shape, inputs.pages[0].shape[1], inputs.pages[2].shape[1]
-    heads = H // G
-    queries = min(next_power_of_two(T), max(1, MAX_QUERIES // heads))  # few sizes, for each of which it is compiled
-    tiles, rows = -(-T // queries), max(16, next_power_of_two(heads * queries))
-    splits = max(1, min(-(-P * PAGE_SIZE // 64), TARGET_PROGRAMS // (R * G * tiles)))
-    block, warps = SPLIT_TILE if splits > 1 or rows > 16 else WHOLE_TILE
-    block = max(16, block // (1 + (K > 128)) // (1 + (q.dtype == torch.float32)))
-    out = torch.empty(R, T, H * K, dtype=q.dtype, device=q.device)
-    quantized, rounded = quantized_arguments(out, quantize and splits > 1 and K % QUANTIZED_BLOCK == 0)
-    parts = R * G * tiles * heads * queries * splits * (K + 2) if splits > 1 else 1
-    partials = torch.empty(parts, dtype=torch.float32, device=q.device)
-    split_tile = min(16, next_power_of_two(splits))
-    triton_kernels("triton_attention").attend_pages_kernel[(R * G, splits, tiles)](
-        q, k, v, *inputs.pages, *inputs.angles, out, *quantized, partials,
-        _counters(finished, R * G * tiles, splits, partials),
-        scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *inputs.strides, T, G, splits, window,
-        HEADS=heads, QUERIES=queries, ROWS=rows, NEW=new if new < 2 else max(16, next_power_of_two(new)),
-        SPLITS=split_tile, COMBINED=max(1, min(next_power_of_two(heads * queries), MAX_COMBINED // (split_tile * K))),
-        QUANTIZE=rounded is not None, BLOCK=block, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=warps if rows <= 32 else 8, **inputs.options,
-    )  # fmt: skip
-    return Activations(out, rounded)
-
-
-def _attend_exactly(
-    q: Tensor, k: Tensor, v: Tensor, inputs: _Inputs, scale: float, window: int, new: int, finished: Tensor | None
-) -> Activations:
-    """Attend to the pages and to `new` tokens, one or none, that are not on them yet; see `attend_pages`."""
-    (R, H, T, K), G, P = q.shape, inputs.pages[0].shape[1], inputs.pages[2].shape[1]
-    heads = H // G
-    queries = 1 if T == 1 else max(1, EXACT_ROWS // next_power_of_two(heads))
-    rows, tiles = max(16, next_power_of_two(heads * queries)), -(-T // queries)
-    part, programs = min(EXACT_PART, 8192 // K), R * G * tiles
-    splits = -(-P * PAGE_SIZE // part) if 2 * programs <= TARGET_PROGRAMS else 1
-    out = torch.empty(R, T, H * K, dtype=q.dtype, device=q.device)
-    size = programs * splits * rows * (K + 2) if splits > 1 else 1
-    partials = torch.empty(size, dtype=torch.float32, device=q.device)
-    triton_kernels("triton_attention").attend_parts_kernel[(R * G, splits, tiles)](
-        q, k, v, *inputs.pages, *inputs.angles, out, partials, _counters(finished, programs, splits, partials), scale,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *inputs.strides, T, G, splits, window,
-        HEADS=heads, QUERIES=queries, ROWS=rows, NEW=new, SPLIT=splits > 1, PART=part, num_warps=4, num_stages=2,
-        **inputs.options,
-    )  # fmt: skip
-    return Activations(out)
-
-
-def _counters(finished: Tensor | None, programs: int, splits: int, partials: Tensor) -> Tensor:
-    """Return `finished`, or new counters if it is too short; any tensor if there is nothing to count."""
-    if splits == 1:
-        return partials
-    if finished is None or finished.numel() < programs:
-        return make_counters(programs, partials.device)
-    return finished

@@ -16,8 +16,9 @@ from monoblock.config.model import PatchConfig
 from monoblock.errors import InputError
 from monoblock.inference.engine import Engine
 from monoblock.inference.generate import score_texts, truncated_length
-from monoblock.inference.optimized import GenerativeModel, optimize
+from monoblock.inference.optimized import optimize
 from monoblock.inference.pages import default_max_rows
+from monoblock.inference.prepared_model import GenerativeModel
 from monoblock.inference.scheduler import Prompt
 from monoblock.inference.settings import Settings, check_effects, parse_settings
 from monoblock.inference.streaming_text import StreamingText, TextChunk, stream_chunks

@@ -29,7 +29,7 @@ page targets[i] in all pools; the other three are int64 (C,).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,41 +94,26 @@ ENCODER_SUPPORTED: AllowList = {
 
 
 def fuse_stack(stack: Stack | None, supported: AllowList = STEP_SUPPORTED) -> CpuStack | None:
-    """Build the C++ operator for a stack; return None if it does not support one of the blocks."""
+    """Build the C++ operator for a stack; return None if it does not support all that a block computes."""
     if stack is None or (stack.config.norm is not None and stack.config.norm.kind not in NATIVE_NORMS):
         return None
-    return CpuStack(stack) if all(supports_block(block, supported) for block in stack.blocks) else None
+    for block in stack.blocks:
+        matrices = (
+            getattr(getattr(block, part), name, None) for part, own in OPERATOR_MATRICES.items() for name in own
+        )
+        if not all(isinstance(layer, nn.Linear | QuantizedLinear | None) for layer in matrices):  # LoRA adapters
+            return None
+        modules = [module for module in block.modules() if not isinstance(module, QuantizedMatrix)]
+        tensors = (t for one in modules for t in (*one.parameters(recurse=False), *one.buffers(recurse=False)))
+        is_plain = all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+        if not is_plain or unsupported_field(block.config, supported) is not None:
+            return None
+    return CpuStack(stack)
 
 
 def fuse_encoder(stack: Stack | None) -> CpuStack | None:
     """Build the C++ operator for an encoder; return None if it does not support one of the blocks."""
     return fuse_stack(stack, ENCODER_SUPPORTED)
-
-
-def supports_block(block: Block, supported: AllowList) -> bool:
-    """Return whether the C++ operator supports everything that a block computes."""
-    if unsupported_field(block.config, supported) is not None:
-        return False
-    return has_plain_matrices(block) and all(has_readable_weights(module) for module in block.modules())
-
-
-def has_plain_matrices(block: Block) -> bool:
-    """Return whether all projections that the C++ operator uses are plain linear layers, without a LoRA adapter."""
-    layers = (getattr(getattr(block, part), name, None) for part, names in OPERATOR_MATRICES.items() for name in names)
-    return all(layer is None or isinstance(layer, (nn.Linear, QuantizedLinear)) for layer in layers)
-
-
-def has_readable_weights(module: nn.Module) -> bool:
-    """Return whether the C++ operator supports the dtype and layout of a module's own weights."""
-    if isinstance(module, QuantizedMatrix):
-        return True
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return all(is_plain_fp32(t) for t in tensors)
-
-
-def is_plain_fp32(t: Tensor) -> bool:
-    """Return whether a tensor is fp32, on the CPU and contiguous, so that C++ code can use it directly."""
-    return t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
 
 
 class CpuStack:
@@ -138,7 +123,11 @@ class CpuStack:
 
     def __init__(self, stack: Stack) -> None:
         self.stack, self.position_tables = stack, PositionTables(stack)
-        self.native = build_native_stack(stack, self.position_tables)
+        self.native = torch.classes.monoblock.NativeStack(
+            width=stack.config.width,
+            blocks=[_block_fields(block, self.position_tables) for block in stack.blocks],
+            norm=_norm_fields("norm", stack.norm),
+        )
 
     def supports(self, x: Tensor, num_new: int) -> bool:
         """Return whether the operator runs the `num_new` tokens of x (R, T, D), and is fast for so many."""
@@ -167,64 +156,43 @@ class CpuStack:
         length = tables.shape[1] * PAGE_SIZE
         if positions is not None and positions.numel():
             length = max(length, int(positions.max()) + 1)
-        rotary_cos, rotary_sin, biases = self.position_tables.get(length)
+        pools = map(list, (keys, values, source_keys, source_values))
+        sources = source_tables, source_lengths
+        position_tables = self.position_tables.get(length)
         out: Tensor = self.native.run(
-            x=x,
-            lengths=lengths,
-            counts=counts,
-            tables=tables,
-            keys=list(keys),
-            values=list(values),
-            source_keys=list(source_keys),
-            source_values=list(source_values),
-            source_tables=source_tables,
-            source_lengths=source_lengths,
-            positions=positions,
-            rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin,
-            position_biases=biases,
-            exact=exact,
-            causal=causal,
+            x, lengths, counts, tables, *pools, *sources, positions, *position_tables, exact, causal
         )
         return out
 
     def encode(self, x: Tensor, lengths: Tensor) -> Tensor:
         """Run an encoder on texts x (R, T, D) with these lengths (R,): each token attends to all of its text."""
-        out, first = [], 0
-        ends = lengths.cumsum(0)
+        out, first, ends = [], 0, lengths.cumsum(0)
+        pages = -(-x.shape[1] // PAGE_SIZE)
         while first < len(x):
             before = int(ends[first - 1]) if first else 0
             end = max(first + 1, int(torch.searchsorted(ends, before + ENCODER_TOKENS, right=True)))
-            out.append(self._encode(x[first:end], lengths[first:end]))
+            own = lengths[first:end]
+            tables = torch.arange(len(own) * pages, dtype=torch.int32).view(-1, pages)
+            keys, values = (_shared_pools(x, tables.numel(), shapes) for shapes in self.pool_shapes)
+            out.append(self.step(x[first:end], torch.zeros_like(own), own, tables, keys, values, causal=False))
             first = end
         return torch.cat(out)
 
-    def _encode(self, x: Tensor, lengths: Tensor) -> Tensor:
-        rows, pages = len(x), -(-x.shape[1] // PAGE_SIZE)
-        memory: dict[object, Tensor] = {}  # of pools that blocks share, as none reads what another has written
-        pools: dict[str, list[Tensor]] = {"keys": [], "values": []}
-        for block in self.stack.config.layers():
-            attention, width = block.attention, block.width
-            sizes = {"keys": attention.key_size(width), "values": attention.value_size(width)}
-            for name, size in sizes.items():
-                shape = (rows * pages, attention.num_kv_heads, PAGE_SIZE, size)
-                if (name, shape) not in memory:
-                    memory[name, shape] = x.new_empty(shape)
-                pools[name].append(memory[name, shape])
-        tables = torch.arange(rows * pages, dtype=torch.int32).view(rows, pages)
-        return self.step(x, torch.zeros_like(lengths), lengths, tables, pools["keys"], pools["values"], causal=False)
+    @property
+    def pool_shapes(self) -> list[list[tuple[int, int, int]]]:
+        """The shapes of the pages of keys and of values, for each block."""
+        own = [(block.attention, block.width) for block in self.stack.config.layers()]
+        sizes = [(one.num_kv_heads, one.key_size(width), one.value_size(width)) for one, width in own]
+        return [[(size[0], PAGE_SIZE, size[part]) for size in sizes] for part in (1, 2)]
+
+
+def _shared_pools(x: Tensor, count: int, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Return pools of `count` pages; blocks of one shape share theirs, as none reads what another has written."""
+    memory = {shape: x.new_empty(count, *shape) for shape in set(shapes)}
+    return [memory[shape] for shape in shapes]
 
 
 # -- weights and options --------------------------------------------------------------------------------------------
-
-
-def build_native_stack(stack: Stack, tables: PositionTables) -> Any:
-    """Build the C++ object with the weights and options of a stack."""
-    return torch.classes.monoblock.NativeStack(
-        width=stack.config.width,
-        blocks=[_block_fields(block, tables) for block in stack.blocks],
-        norm=_norm_fields("norm", stack.norm),
-    )
 
 
 def _block_fields(block: Block, tables: PositionTables) -> dict[str, Any]:
@@ -304,45 +272,28 @@ def _matrix_fields(name: str, layer: Any) -> dict[str, Any]:
 # -- positions ------------------------------------------------------------------------------------------------------
 
 
-class _Tables(NamedTuple):
-    """Tables for the positions 0 to `length` - 1."""
-
-    length: int
-    rotary_cos: list[Tensor]  # one table (length, K/2) for each rotary scheme
-    rotary_sin: list[Tensor]
-    distances: list[Tensor]  # for each bias, by distance: ALiBi's values (H, length) or bucket indices (length,)
-
-
 class PositionTables:
     """The position tables of a stack; blocks with the same position scheme share a table.
 
     `rotary_index` and `bias_index` register a block's position scheme and return its index in the lists that `get`
-    returns.
+    returns, or -1 if it has none of the kind.
     """
 
     def __init__(self, stack: Stack) -> None:
         self.width, self.shared_bias = stack.config.width, stack.position_bias
         self.rotary_configs: list[AttentionConfig] = []
         self.bias_sources: list[tuple[AttentionConfig, nn.Embedding | None]] = []
-        self._tables = _Tables(0, [], [], [])
+        # For how many positions there are tables, cosines and sines (length, K/2) of each rotary scheme and, for each
+        # bias, its values by distance (H, length) or, for buckets, their indices (length,).
+        self.tables: tuple[int, list[Tensor], list[Tensor], list[Tensor]] = (0, [], [], [])
 
     def rotary_index(self, config: AttentionConfig) -> int:
-        """Return the index of an attention layer's rotary tables, or -1 if its positions are not rotary."""
-        if not isinstance(config.positions, Rotary):
-            return -1
-        if config not in self.rotary_configs:
-            self.rotary_configs.append(config)
-        return self.rotary_configs.index(config)
+        return _index(self.rotary_configs, config) if isinstance(config.positions, Rotary) else -1
 
     def bias_index(self, attention: Attention) -> int:
-        """Return the index of an attention layer's bias table, or -1 if the layer has no position bias."""
-        config = attention.config
-        if not isinstance(config.positions, (Alibi, Buckets)):
-            return -1
         table = attention.position_bias if attention.position_bias is not None else self.shared_bias
-        if (config, table) not in self.bias_sources:
-            self.bias_sources.append((config, table))
-        return self.bias_sources.index((config, table))
+        has_bias = isinstance(attention.config.positions, Alibi | Buckets)
+        return _index(self.bias_sources, (attention.config, table)) if has_bias else -1
 
     def get(self, length: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return three lists of tables for at least `length` positions: rotary cosines, rotary sines, attention biases.
@@ -350,44 +301,38 @@ class PositionTables:
         Cosines and sines have shape (N, K/2) and are indexed by position.  Biases have shape (H, N), are indexed by
         distance, and are computed from the current weights of the model.  N is `length` or more.
         """
-        tables = self._at_least(length)
-        sources = zip(self.bias_sources, tables.distances, strict=True)
-        biases = [_bias_by_distance(config, table, distances) for (config, table), distances in sources]
-        return tables.rotary_cos, tables.rotary_sin, biases
-
-    def _at_least(self, length: int) -> _Tables:
-        """Return tables for at least `length` positions; build longer ones if the present tables are too short.
-
-        They are replaced in one assignment, so that several threads may call this at once.
-        """
-        tables = self._tables
-        if length > tables.length:
+        tables = self.tables  # replaced in one assignment, so that several threads may call this at once
+        if length > tables[0]:
             with torch.inference_mode(False), torch.no_grad():
-                self._tables = tables = self._build(1 << (length - 1).bit_length())
-        return tables
+                self.tables = tables = self._build(1 << (length - 1).bit_length())
+        _, cos, sin, distances = tables
+        biases = [
+            own if table is None else select_kept_heads(table.weight[own].T[None], config)[0].contiguous()
+            for (config, table), own in zip(self.bias_sources, distances, strict=True)
+        ]
+        return cos, sin, biases
 
-    def _build(self, length: int) -> _Tables:
-        positions, cos, sin = torch.arange(length)[None], [], []
-        for config in self.rotary_configs:
-            assert isinstance(config.positions, Rotary)
-            angles = rotary_angles(config.positions, config.key_size(self.width), positions, torch.float32)
-            cos.append(angles.cos[0, 0].contiguous())
-            sin.append(angles.sin[0, 0].contiguous())
-        distances = [_distance_table(config, positions, self.width) for config, _ in self.bias_sources]
-        return _Tables(length, cos, sin, distances)
+    def _build(self, length: int) -> tuple[int, list[Tensor], list[Tensor], list[Tensor]]:
+        positions, distances = torch.arange(length)[None], []
+        angles = [
+            rotary_angles(config.positions, config.key_size(self.width), positions, torch.float32)  # type: ignore[arg-type]
+            for config in self.rotary_configs
+        ]
+        for config, _ in self.bias_sources:
+            if isinstance(config.positions, Buckets):
+                own = relative_position_bucket(config.positions, -positions[0], bidirectional=False)
+            else:
+                assert isinstance(config.positions, Alibi)
+                sizes = config.num_unpruned_heads, config.key_size(self.width)
+                bias = alibi_bias(config.positions, *sizes, torch.zeros_like(positions[:, :1]), positions)
+                own = select_kept_heads(bias, config)[0, :, 0].contiguous()
+            distances.append(own)
+        cos, sin = [one.cos[0, 0].contiguous() for one in angles], [one.sin[0, 0].contiguous() for one in angles]
+        return length, cos, sin, distances
 
 
-def _distance_table(config: AttentionConfig, positions: Tensor, width: int) -> Tensor:
-    """Return, for each distance, ALiBi's bias (H, length) or the index of the relative-position bucket (length,)."""
-    if isinstance(config.positions, Buckets):
-        return relative_position_bucket(config.positions, -positions[0], bidirectional=False)
-    assert isinstance(config.positions, Alibi)
-    first = torch.zeros_like(positions[:, :1])
-    bias = alibi_bias(config.positions, config.num_unpruned_heads, config.key_size(width), first, positions)
-    return select_kept_heads(bias, config)[0, :, 0].contiguous()
-
-
-def _bias_by_distance(config: AttentionConfig, table: nn.Embedding | None, distances: Tensor) -> Tensor:
-    if table is None:
-        return distances
-    return select_kept_heads(table.weight[distances].T[None], config)[0].contiguous()
+def _index(items: list[Any], item: Any) -> int:
+    """Return the index of an item in a list, to which it is added if it is missing."""
+    if item not in items:
+        items.append(item)
+    return items.index(item)

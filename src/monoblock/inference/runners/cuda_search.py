@@ -264,7 +264,8 @@ class RecordedSearches:
 
     def _begin(self, requests: Sequence[Request]) -> RecordedSearch:
         searches = BeamSearches(requests[0].settings.num_beams, 1, self.model.device)
-        searches.extend([one.settings for one in requests], [one.token_budget for one in requests])
+        for request in requests:
+            searches.add(request.settings, request.token_budget)
         key = BufferKey.for_batch([request.prompt for request in requests], searches)
         buffers = next((one for one in self.idle if one.key == key), None)
         if buffers is None:

@@ -1,7 +1,7 @@
 """Run rows of tokens through the modules of a model, with keys and values in pages.
 
-A `Runner` is what the engine asks for logits; cpu.py and cuda.py have faster ones.  `UncachedRunner` runs whole
-sequences at every step and stores nothing; it is the reference for all others.  `Ensemble` averages several models.
+A `ModelRunner` is what the engine asks for logits; cuda.py has a faster one.  `UncachedRunner` runs whole sequences at
+every step and stores nothing; it is the reference for all others.  `Ensemble` averages several models.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,24 +31,6 @@ class RunResult(NamedTuple):
     captured: dict[Row, dict[str, Tensor]]
 
 
-class Runner(Protocol):
-    """Computes logits; the engine reserves pages before it calls, and counts the new tokens afterwards."""
-
-    def inference(self) -> AbstractContextManager[object]:
-        """Return the context manager for everything that a runner does: no gradients, evaluation mode."""
-        ...
-
-    def encode(self, requests: Sequence[Request]) -> None:
-        """Encode the sources of requests, and write their keys and values to pages."""
-        ...
-
-    def copy_pages(self, copies: PageCopies) -> None: ...
-
-    def run(self, passes: Sequence[RowPass]) -> RunResult:
-        """Run tokens of rows; nothing that is stored before them changes, so a pass may be repeated."""
-        ...
-
-
 class RowTap:
     """A tap for the pass of a single row: it applies the edits of a request and keeps activations by name."""
 
@@ -59,19 +41,20 @@ class RowTap:
         self.unmatched: list[Edit | str] = [*variant.edits, *variant.capture]
 
     def wants(self, name: str) -> bool:
-        return self.changes(name) or any(_names(pattern, name) for pattern in self.variant.capture)
+        return self.changes(name) or any(fnmatchcase(name, pattern) for pattern in self.variant.capture)
 
     def changes(self, name: str) -> bool:
         return any(edit.matches(name) for edit in self.variant.edits)
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         start = 0 if name.split(".")[0] in self.source_parts else self.start
-        for edit in self.variant.edits:
-            if edit.matches(name):
-                tensor = edit.apply(name, tensor, start)
-        if any(_names(pattern, name) for pattern in self.variant.capture):
+        edits = [edit for edit in self.variant.edits if edit.matches(name)]
+        patterns = [pattern for pattern in self.variant.capture if fnmatchcase(name, pattern)]
+        for edit in edits:
+            tensor = edit.apply(name, tensor, start)
+        if patterns:
             self.captured[name] = tensor[0].clone()
-        self.unmatched = [one for one in self.unmatched if not _names(one, name)]
+        self.unmatched = [one for one in self.unmatched if one not in (*edits, *patterns)]
         return tensor
 
     def check_names(self) -> None:
@@ -81,13 +64,10 @@ class RowTap:
             raise InputError(f"{what} names no activation of this model; mb.trace(model, ids) lists those it has")
 
 
-def _names(one: Edit | str, name: str) -> bool:
-    """Return whether an edit, or a pattern of `capture`, is for the activation of this name."""
-    return fnmatchcase(name, one) if isinstance(one, str) else one.matches(name)
-
-
 class ModelRunner:
-    """Runs a model with pages.
+    """Computes logits with pages, which the engine reserves before; it counts the new tokens afterwards.
+
+    Nothing that is stored before the tokens of a pass changes, so a pass may be repeated.
 
     plain: the model whose modules edited rows run, if `model` is a fast copy of it.
     adapters: by name, models that share the weights of `model` but for an adapter.
@@ -113,13 +93,15 @@ class ModelRunner:
         self.unencoded: set[int] = set()  # numbers of sources that the next pass of the modules encodes
         self.last_sources: tuple[list[int], Any] = [], []  # of the last pass: the requests and what has been read
 
+    has_cache = True
+
     @contextmanager
     def inference(self) -> Iterator[None]:
+        """Compute no gradients inside a `with` block, and run modules in evaluation mode."""
         # Modules of users may do what inference mode forbids, such as FSDP's in-place all-gather.
         is_fast = self.plain is not self.model
-        with torch.inference_mode(is_fast), torch.no_grad(), onednn.disabled_where_slow(), ExitStack() as modes:
-            if not is_fast:
-                modes.enter_context(evaluation_mode(self.model))
+        mode: AbstractContextManager[object] = nullcontext() if is_fast else evaluation_mode(self.model)
+        with torch.inference_mode(is_fast), torch.no_grad(), onednn.disabled_where_slow(), mode:
             yield
 
     def model_of(self, variant: Variant) -> Transformer:
@@ -127,29 +109,21 @@ class ModelRunner:
             return self.adapters[variant.adapter]
         return self.plain if variant.needs_own_pass else self.model
 
-    # -- sources --------------------------------------------------------------------------------------------------
-
     def encode(self, requests: Sequence[Request]) -> None:
         """Encode sources, or let the next pass do it: modules such as sharded ones work in `forward` only."""
         self.make_room()
         self.last_sources = [], []
-        key = id if self.exact else lambda request: _variant_key(request, request.variant)
-        for group in _group(requests, key):
+        for group in _group(requests, id if self.exact else lambda request: _variant_key(request, request.variant)):
             model = self.model_of(group[0].variant)
+            places = [request.source_place for request in group]
             if model is self.plain or group[0].variant.adapter is not None:
-                self.unencoded |= {request.source_place for request in group}
-            else:
-                self._encode(group, model)
-
-    def _encode(self, requests: Sequence[Request], model: Transformer) -> None:
-        sources = [request.prompt.source or () for request in requests]
-        memory = model.encode(*pad_right(sources, self.device))
-        tables = self._tables(self.sources, [request.source_place for request in requests])
-        for layer, block in enumerate(model.decoder.blocks):
-            if isinstance(block.cross, Attention):
-                self.cache.write_source(layer, block.cross.project_source(memory), tables)
-
-    # -- tokens ---------------------------------------------------------------------------------------------------
+                self.unencoded |= set(places)
+                continue
+            memory = model.encode(*pad_right([request.prompt.source or () for request in group], self.device))
+            tables = self._tables(self.sources, places)
+            for layer, block in enumerate(model.decoder.blocks):
+                if isinstance(block.cross, Attention):
+                    self.cache.write_source(layer, block.cross.project_source(memory), tables)
 
     def make_room(self) -> None:
         """Grow the pools if pages are in use for which they have no room."""
@@ -161,90 +135,76 @@ class ModelRunner:
 
     def run(self, passes: Sequence[RowPass]) -> RunResult:
         self.make_room()
-        if self.exact and self.cache.has_kernels:
-            return RunResult(self._run_pieces(passes), {})
-        return self._run_groups(passes)
-
-    def _run_pieces(self, passes: Sequence[RowPass]) -> Tensor:
-        """Run at most MAX_TOKENS tokens at a time, which an operator takes; return the logits that are wanted."""
-        rounds: list[list[tuple[int, RowPass]]] = [[]]
+        if not (self.exact and self.cache.has_kernels):
+            return self._run_groups(passes)
+        rounds: list[list[RowPass]] = [[]]  # with at most as many tokens as an operator takes
         left = MAX_TOKENS
-        for index, one in enumerate(passes):
-            for piece in _cut(one, MAX_TOKENS):
-                if len(piece.tokens) > left:
+        for one in passes:
+            count = len(one.tokens)
+            for first in range(0, count, MAX_TOKENS):
+                last = min(first + MAX_TOKENS, count)
+                if last - first > left:
                     rounds.append([])
                     left = MAX_TOKENS
-                rounds[-1].append((index, piece))
-                left -= len(piece.tokens)
-        logits: list[list[Tensor]] = [[] for _ in passes]
-        for together in rounds:
-            result = self._run_groups([piece for _, piece in together]).logits
-            sizes = [piece.num_logits for _, piece in together]
-            for (index, _), part in zip(together, result.split(sizes), strict=True):
-                logits[index].append(part)
-        return torch.cat([part for parts in logits for part in parts])
+                left -= last - first
+                num_logits = max(0, last - max(first, count - one.num_logits))
+                rounds[-1].append(RowPass(one.row, one.tokens[first:last], one.start + first, num_logits))
+        return RunResult(torch.cat([self._run_groups(together).logits for together in rounds]), {})
 
     def _run_groups(self, passes: Sequence[RowPass]) -> RunResult:
+        """Run passes that are alike together; return the logits in the order of the passes."""
         captured: dict[Row, dict[str, Tensor]] = {}
-        groups = [list(range(len(passes)))]
-        if self.unencoded or any(len(one.tokens) > 1 or one.row.request.variant is not PLAIN for one in passes):
-            keys = [(self._is_unencoded(one), _pass_key(one)) for one in passes]
-            groups = _group(range(len(passes)), keys.__getitem__)
-        parts = [self._run_group([passes[index] for index in group], captured) for group in groups]
-        return RunResult(_in_order(passes, groups, parts), captured)
+        if not self.unencoded and all(len(one.tokens) == 1 and one.row.request.variant is PLAIN for one in passes):
+            return RunResult(self._run_group(passes, captured), captured)
+        keys = [(one.row.request.source_number in self.unencoded, _pass_key(one)) for one in passes]
+        pieces: dict[int, Tensor] = {}
+        for group in _group(range(len(passes)), keys.__getitem__):
+            own = [passes[index] for index in group]
+            logits = self._run_group(own, captured).split([one.num_logits for one in own])
+            pieces |= zip(group, logits, strict=True)
+        return RunResult(torch.cat([pieces[index] for index in range(len(passes))]), captured)
 
     def _run_group(self, passes: Sequence[RowPass], captured: dict[Row, dict[str, Tensor]]) -> Tensor:
         """Run passes of about the same length in one pass of the model; return the logits that are wanted."""
-        variant, tap = passes[0].row.request.variant, self.tap
+        variant, tap, start = passes[0].row.request.variant, self.tap, passes[0].start
         model = self.model_of(variant)
         if variant.needs_own_pass:
-            tap = RowTap(variant, self.first_token(passes[0]), has_encoder=model.encoder is not None)
+            tap = RowTap(variant, start if self.has_cache else 0, has_encoder=model.encoder is not None)
         with evaluation_mode(model) if model is not self.model else nullcontext():
             logits = self.run_model(model, passes, tap)
         if isinstance(tap, RowTap):
-            if passes[0].start == 0:
+            if start == 0:
                 tap.check_names()
             if variant.capture:
                 captured[passes[0].row] = tap.captured
         return logits
 
-    def first_token(self, one: RowPass) -> int:
-        """Return the number of the first token of a row that a pass sees."""
-        return one.start
-
-    def _is_unencoded(self, one: RowPass) -> bool:
-        return one.row.request.source_number in self.unencoded
-
     def run_model(self, model: Transformer, passes: Sequence[RowPass], tap: Tap | None) -> Tensor:
-        encodes = bool(self.unencoded) and any(map(self._is_unencoded, passes))
-        rows = self.make_rows(passes, encodes=encodes)
-        at, wanted = _logits_at(passes, self.device)
-        options: dict[str, Any] = {"cache": rows, "logits_at": at, "tap": tap}
-        if rows.source_tables is None or encodes:
-            logits = run_texts(model, _texts(passes), **options)
-        else:
-            tokens, mask = pad_right([one.tokens for one in passes], self.device)
-            logits = model(None, tokens, target_mask=mask, **options)
-        if encodes:
-            self.unencoded -= {one.row.request.source_place for one in passes}
-        return logits[:, -1] if wanted is None else logits[wanted]
-
-    def make_rows(self, passes: Sequence[RowPass], *, encodes: bool = False) -> PagedRows:
-        """Return the cache for a pass over these rows; `encodes` says whether the pass encodes their sources."""
         starts, counts = [one.start for one in passes], [len(one.tokens) for one in passes]
         tables = self._tables(self.pages, [one.row.place for one in passes])
-        if self.model.encoder is None:
-            return PagedRows(self.cache, tables, starts, counts)
+        at, wanted = _logits_at(passes, self.device)
+        options: dict[str, Any] = {"logits_at": at, "tap": tap}
+        if model.encoder is None:
+            logits = run_texts(model, _texts(passes), cache=PagedRows(self.cache, tables, starts, counts), **options)
+            return logits[:, -1] if wanted is None else logits[wanted]
         requests = [one.row.request for one in passes]
-        sources = self._tables(self.sources, [request.source_place for request in requests])
+        places = [request.source_place for request in requests]
         lengths = [len(request.prompt.source or ()) for request in requests]
+        encodes = places[0] in self.unencoded
+        sources = self._tables(self.sources, places)
         rows = PagedRows(self.cache, tables, starts, counts, sources, lengths, encodes=encodes)
-        if self.device.type == "cpu" and not encodes:  # the next pass is often over the same rows
-            ids = [request.id for request in requests]
-            if ids != self.last_sources[0]:
-                self.last_sources = ids, rows.cross_layers
-            rows.cross_layers = self.last_sources[1]
-        return rows
+        if encodes:
+            logits = run_texts(model, _texts(passes), cache=rows, **options)
+            self.unencoded -= set(places)
+        else:
+            if self.device.type == "cpu":  # the next pass is often over the same rows
+                ids = [request.id for request in requests]
+                if ids != self.last_sources[0]:
+                    self.last_sources = ids, rows.cross_layers
+                rows.cross_layers = self.last_sources[1]
+            tokens, mask = pad_right([one.tokens for one in passes], self.device)
+            logits = model(None, tokens, target_mask=mask, cache=rows, **options)
+        return logits[:, -1] if wanted is None else logits[wanted]
 
     def _tables(self, pages: Pages, numbers: Sequence[int]) -> Tensor:
         width = int(pages.num_pages[numbers].max())
@@ -254,8 +214,7 @@ class ModelRunner:
 class UncachedRunner(ModelRunner):
     """Runs all tokens of every row again at every step."""
 
-    def first_token(self, one: RowPass) -> int:
-        return 0
+    has_cache = False
 
     def encode(self, requests: Sequence[Request]) -> None:
         """Do nothing: sources are encoded in every pass."""
@@ -273,8 +232,8 @@ class UncachedRunner(ModelRunner):
 class Ensemble:
     """Several models with the same rows, whose log-probabilities are averaged."""
 
-    def __init__(self, members: Sequence[Runner]) -> None:
-        self.members = tuple(members)
+    def __init__(self, members: Sequence[ModelRunner]) -> None:
+        self.members = members
 
     def inference(self) -> AbstractContextManager[object]:
         stack = ExitStack()
@@ -318,15 +277,6 @@ def _texts(passes: Sequence[RowPass]) -> list[Prompt]:
 # -- groups of rows -------------------------------------------------------------------------------------------------
 
 
-def _cut(one: RowPass, size: int) -> Iterator[RowPass]:
-    """Yield the parts of a pass with at most `size` tokens, and the wanted logits of each."""
-    count = len(one.tokens)
-    for first in range(0, count, size):
-        last = min(first + size, count)
-        num_logits = max(0, last - max(first, count - one.num_logits))
-        yield RowPass(one.row, one.tokens[first:last], one.start + first, num_logits)
-
-
 def _group(items: Sequence[Any], key: Any) -> list[list[Any]]:
     """Return the items as lists of equal key, in the order of their first ones."""
     groups: dict[object, list[Any]] = {}
@@ -358,17 +308,6 @@ def _logits_at(passes: Sequence[RowPass], device: torch.device) -> tuple[Tensor 
     if max(counts) == 1:
         return None, wanted
     return (torch.tensor(counts, device=device)[:, None] - from_end).clamp(min=0), wanted
-
-
-def _in_order(passes: Sequence[RowPass], groups: Sequence[Sequence[int]], parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the logits of groups of passes, in the order of the passes."""
-    if len(groups) == 1:
-        return parts[0]
-    pieces: dict[int, Tensor] = {}
-    for group, part in zip(groups, parts, strict=True):
-        sizes = [passes[index].num_logits for index in group]
-        pieces |= zip(group, part.split(sizes), strict=True)
-    return torch.cat([pieces[index] for index in range(len(passes))])
 
 
 # -- evaluation mode ---------------------------------------------------------------------------------------------------
