@@ -1,12 +1,12 @@
-"""Experiments with made-up numbers, for the tests of the frame; `measure` notes every trial that it runs."""
+"""Experiments with made-up numbers, for the tests of the machinery; `measure` notes every trial that it runs."""
 
 from dataclasses import dataclass, replace
 
-from monoblock.experiments.frame.experiment import Arm, Experiment
-from monoblock.experiments.frame.jobs import Job
-from monoblock.experiments.frame.results import Result
-from monoblock.experiments.frame.rules import Rule
-from monoblock.experiments.frame.runner import read_trial_results
+from monoblock.experiments.experiment import Arm, Experiment
+from monoblock.experiments.jobs import Job
+from monoblock.experiments.results import Result
+from monoblock.experiments.rules import Rule
+from monoblock.experiments.runner import read_needed_results
 
 LOSSES = {"old": [3.0, 3.1, 2.9], "new": [2.0, 2.1, 1.9], "same": [3.02, 3.05, 2.91]}
 
@@ -85,7 +85,7 @@ def measure_after_old(trial):
     if trial.arm.name == "old":
         yield from measure(trial)
         return
-    (first,) = read_trial_results(trial)
+    (first,) = read_needed_results(trial)
     yield from (event for event in measure(trial) if isinstance(event, str))
     yield {"loss": first.metrics["loss"], "parameters": 1000}
 

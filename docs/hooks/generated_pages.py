@@ -30,10 +30,10 @@ from monoblock.config.field_description import (
 )
 from monoblock.config.knobs import StyleKnobs, list_knobs, read_knob
 from monoblock.experiments.claims import CLAIMS, Claim
-from monoblock.experiments.frame.report import Report
-from monoblock.experiments.frame.results import read_results
-from monoblock.experiments.frame.rules import Rule, Verdict
-from monoblock.experiments.names import EXPERIMENTS, load_experiment
+from monoblock.experiments.library import EXPERIMENTS, load_experiment
+from monoblock.experiments.report import Report
+from monoblock.experiments.results import read_results
+from monoblock.experiments.rules import Rule, Verdict
 from monoblock.interop.huggingface.load import FAMILIES as PUBLISHED_FAMILIES
 from monoblock.metrics.table import METRICS
 from monoblock.recipes.schema import FAMILIES, SectionDescription, list_sections
@@ -471,7 +471,7 @@ def build_experiments_page() -> str:
         "| name | what is compared | claim | table |",
         "|---|---|---|---|",
     ]
-    for name, (_, about) in EXPERIMENTS.items():
+    for name, about in EXPERIMENTS.items():
         experiment = load_experiment(name)
         lines.append(f"| `{name}` | {about} | {experiment.claim} ({experiment.source}) | {_link(name)} |")
     lines += ["", CLAIMS_INTRODUCTION]
@@ -507,7 +507,7 @@ def _verdicts(name: str) -> Sequence[Verdict]:
     experiment, file = load_experiment(name), RESULTS / f"{name}.jsonl"
     stored = read_results([file], name) if file.is_file() else []
     report = Report(experiment, tuple(stored))
-    return [conclusion.verdict for conclusion in (report.by_machine() or [report])[-1].conclusions()]
+    return [conclusion.verdict for conclusion in report.by_machine()[-1].conclusions()]
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

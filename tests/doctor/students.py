@@ -275,3 +275,9 @@ STUDENTS = {
     "labels shifted twice": (_labels, "label_shift", "shifted twice"),
     "positions added twice": (lambda faulty: (GPT(twice=faulty), {}), "positions_twice", "added twice"),
 }
+
+
+def page_of(report, folder):
+    """Return the HTML page of a report."""
+    report.html(folder / "report.html")
+    return (folder / "report.html").read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from students import page_of
 from torch import nn
 
 import monoblock as mb
@@ -15,7 +16,7 @@ from monoblock.doctor.checks import CHECKS
 from monoblock.doctor.dependence import Panels, measure
 from monoblock.doctor.diagnose import DiagnoseOptions
 from monoblock.doctor.faults import diagnose_with_fault
-from monoblock.doctor.report import NotChecked, describe_not_checked, render_html
+from monoblock.doctor.report import NotChecked, describe_not_checked, draw_panels
 
 VOCAB, WIDTH, HEADS, DEPTH, CONTEXT = 61, 36, 4, 3, 64
 
@@ -240,7 +241,7 @@ def states(report):
         (GPT, {"pad_id": 0}, "tokens attend to it, and positions count it", "take a mask and hide the padding"),
     ],
 )
-def test_padding_on_the_left_that_is_not_supported_has_a_line_of_its_own(model, options, words, fix):
+def test_padding_on_the_left_that_is_not_supported_has_a_line_of_its_own(model, options, words, fix, tmp_path):
     report = examine(model, **options)
     assert (report.findings, report.ok) == ([], True)
     (limit,) = report.unsupported
@@ -254,7 +255,7 @@ def test_padding_on_the_left_that_is_not_supported_has_a_line_of_its_own(model, 
     assert ", 1 not supported (" in text.splitlines()[0]
     assert "padding" not in next(line for line in text.splitlines() if line.startswith("passed"))
     assert report.to_dict()["unsupported"][0]["check"] == "padding"
-    assert "not supported: padding" in render_html(report)
+    assert "NOT SUPPORTED  padding" in page_of(report, tmp_path)
 
 
 @pytest.mark.parametrize("model", [TakesPositions, NeedsPositions])
@@ -424,7 +425,7 @@ def test_every_argument_is_explained():
 # -- what was not checked -------------------------------------------------------------------------------------------
 
 
-def test_what_else_could_be_handed_over_is_one_line_with_every_argument():
+def test_what_else_could_be_handed_over_is_one_line_with_every_argument(tmp_path):
     report = examine(GPT)
     (line,) = (line for line in str(report).splitlines() if "pass to mb.diagnose" in line)
     assert line == str(report).splitlines()[-1]
@@ -432,7 +433,7 @@ def test_what_else_could_be_handed_over_is_one_line_with_every_argument():
         assert argument in line
     assert "if the model has it" in line
     assert line.index("step=f") < line.index("if the model has it") < line.index("window=4 (a window)")
-    assert f"<li>{html.escape(line)}</li>" in render_html(report)
+    assert f"<p>{html.escape(line)}</p>" in page_of(report, tmp_path)
     rows = report.to_dict()["not_checked"]
     assert len(rows) == len(report.not_checked)
     assert "batch=(ids, labels)" in next(row["how"] for row in rows if row["check"] == "overfit")
@@ -476,7 +477,7 @@ STRUCTURE = {
 
 
 @pytest.mark.parametrize("name", STRUCTURE)
-def test_a_finding_of_structure_has_a_picture_of_what_depends_on_what(name):
+def test_a_finding_of_structure_has_a_picture_of_what_depends_on_what(name, tmp_path):
     report = diagnose_with_fault(name)
     (picture,) = (p for p in report.pictures.values() if isinstance(p, Panels))
     assert picture.check == report.findings[0].check
@@ -489,13 +490,15 @@ def test_a_finding_of_structure_has_a_picture_of_what_depends_on_what(name):
         if value > 0 and not allowed[column]
     ]
     assert len(wrong) == STRUCTURE[name]
-    page = render_html(report)
-    section = page[page.index("<section") : page.index("</section>")]
-    assert section.count("<svg") == 1
-    assert "#d55e00" in section
+    page = page_of(report, tmp_path)
+    begin = page.index("<h2>FAIL  ")
+    assert page[begin : page.index("</section>", begin)].count("<img") == 1
+    (image,) = draw_panels(picture).axes[0].images
+    colours = image.get_array().reshape(-1, 4)
+    assert ((colours[:, :3] == [0xD5 / 255, 0x5E / 255, 0]).all(-1) & (colours[:, 3] > 0)).sum() == len(wrong)
 
 
-def test_a_healthy_model_has_one_picture_with_its_attention():
+def test_a_healthy_model_has_one_picture_with_its_attention(tmp_path):
     report = examine(GPT)
     (picture,) = (p for p in report.pictures.values() if isinstance(p, Panels))
     assert [panel.title for panel in picture.panels] == ["measured", "expected", "attention, layer 0"]
@@ -503,7 +506,7 @@ def test_a_healthy_model_has_one_picture_with_its_attention():
     for panel in picture.panels:
         cells = zip(itertools.chain(*panel.values), itertools.chain(*panel.allowed), strict=True)
         assert max(value for value, allowed in cells if not allowed) == 0
-    page = render_html(report)
+    page = page_of(report, tmp_path)
     assert "Which tokens the output at each position depends on" in page
 
 

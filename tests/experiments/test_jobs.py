@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from monoblock.errors import ConfigError, InputError
-from monoblock.experiments.frame.jobs import Job, run_jobs
+from monoblock.experiments.jobs import Job, run_jobs
 
 
 def write_file(folder, name, *dependencies):

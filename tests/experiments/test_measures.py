@@ -10,14 +10,15 @@ import torch
 from monoblock.config.families import gpt, vaswani
 from monoblock.data.token_folder import TokenDataset
 from monoblock.errors import ConfigError
-from monoblock.experiments import translation as backtranslation
-from monoblock.experiments.attention import SparseOptions, jacobian_norm
-from monoblock.experiments.blocks import fit_line, predict_last, summarize
-from monoblock.experiments.decoding import cache_bytes, count_positions
-from monoblock.experiments.depth import ROWS, initial_norms, trained_gradients, trained_norms
-from monoblock.experiments.frame.training import training_metrics
-from monoblock.experiments.norms import neighbour_change
-from monoblock.experiments.time_and_memory import saved_bytes
+from monoblock.experiments.library import backtranslation
+from monoblock.experiments.library.kv_cache import cache_bytes, count_positions
+from monoblock.experiments.library.norms import neighbour_change
+from monoblock.experiments.library.residuals import ROWS, initial_norms, trained_gradients, trained_norms
+from monoblock.experiments.library.scale import jacobian_norm
+from monoblock.experiments.library.scaling_law import fit_line, predict_last, summarize
+from monoblock.experiments.library.sparse import SparseOptions
+from monoblock.experiments.timing import saved_bytes
+from monoblock.experiments.training import training_metrics
 from monoblock.model import Transformer
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.loaded_model import LoadedModel

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from monoblock.experiments.frame.report import Report, read_note
-from monoblock.experiments.frame.results import read_results
-from monoblock.experiments.frame.settings import SPEED_KEYS
-from monoblock.experiments.names import EXPERIMENTS, load_experiment
+from monoblock.experiments.experiment import SPEED_KEYS
+from monoblock.experiments.library import EXPERIMENTS, load_experiment
+from monoblock.experiments.report import Report, read_note
+from monoblock.experiments.results import read_results
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

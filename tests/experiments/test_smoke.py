@@ -8,12 +8,10 @@ import experiment_support as support
 import pytest
 
 from monoblock.cli.main import run
-from monoblock.experiments import recurrence
 from monoblock.experiments.claims import CLAIMS
-from monoblock.experiments.frame.results import read_results
-from monoblock.experiments.frame.runner import Request, plan_trials
-from monoblock.experiments.frame.settings import recipe_changes, trial_settings
-from monoblock.experiments.names import EXPERIMENTS, load_experiment
+from monoblock.experiments.library import EXPERIMENTS, load_experiment, recurrence
+from monoblock.experiments.results import read_results
+from monoblock.experiments.runner import plan_trials
 from monoblock.recipes.parse import parse_value
 from monoblock.runs.recipe import build_model_config, read_recipe
 
@@ -29,7 +27,7 @@ def smoke(name, folder, capsys, *arguments):
 
 def check_smoke(name, folder, capsys):
     result, record = smoke(name, folder, capsys), RECORDS[name]
-    chosen = {trial.arm.name for trial in plan_trials(record, Request(folder=folder, values={}, smoke=True))}
+    chosen = {trial.arm.name for trial in plan_trials(record, {}, folder=folder, smoke=True)}
     assert {row["arm"] for row in result["rows"]} >= chosen
     assert all(row[column] is not None for row in result["rows"] for column in record.columns if column in row)
     assert any(row["values"][record.columns[0]] for row in result["rows"])
@@ -105,15 +103,15 @@ PAIR_RECIPES = ("kjv-tasks", "kjv-web", "multi30k", "summarize-docstrings", "tra
 
 def plan(name, folder, **values):
     smoke = values.pop("smoke", False)
-    return plan_trials(RECORDS[name], Request(folder=folder, values=values, smoke=smoke))
+    return plan_trials(RECORDS[name], values, folder=folder, smoke=smoke)
 
 
 @pytest.mark.parametrize("name", ["recurrence", "backtranslation"])
 def test_the_budget_of_an_experiment_is_not_that_of_another_recipe(name, tmp_path, capsys):
     recipe = "kjv-web"
     trial, own = plan(name, tmp_path, recipe=recipe)[0], plan(name, tmp_path)[0]
-    assert recipe_changes(RECORDS[name], trial) == ()
-    assert recipe_changes(RECORDS[name], own) == RECORDS[name].changes
+    assert trial.changes == ()
+    assert own.changes == RECORDS[name].changes
     assert run(["compare", name, f"recipe={recipe}", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert f"Budget: that of the recipe {recipe}\nData: the corpus of the recipe {recipe}\n" in text
@@ -122,14 +120,14 @@ def test_the_budget_of_an_experiment_is_not_that_of_another_recipe(name, tmp_pat
 def test_stored_results_of_recurrence_are_those_of_a_plain_call(tmp_path):
     stored = read_results([RESULTS / "recurrence.jsonl"], "recurrence")
     assert {json.dumps(result.settings) for result in stored} == {
-        json.dumps(trial_settings(RECORDS["recurrence"], trial)) for trial in plan("recurrence", tmp_path)
+        json.dumps(trial.settings) for trial in plan("recurrence", tmp_path)
     }
 
 
 @pytest.mark.parametrize("name", ["reverse", *PAIR_RECIPES])
 def test_a_smoke_run_of_recurrence_is_small_with_every_recipe(name, tmp_path):
     trial = plan("recurrence", tmp_path, recipe=name, smoke=True)[0]
-    recipe = recurrence._recipe(trial)
+    recipe = recurrence.build_recipe(trial)
     assert (recipe.train.steps, recipe.train.workers, recipe.model["width"], recipe.model["depth"]) == (3, 0, 16, 1)
     assert Path(recipe.data.corpus).is_relative_to(tmp_path), "a toy corpus"
     assert not getattr(recipe.task, "tasks", ())
@@ -190,7 +188,7 @@ def test_the_plan_names_the_corpus_that_stands_in(tmp_path, capsys):
 @pytest.fixture
 def standing_in(monkeypatch, tmp_path):
     """The words of a call of an experiment whose corpus is not there."""
-    monkeypatch.setattr("monoblock.experiments.names.load_experiment", lambda name: support.STANDING_IN)
+    monkeypatch.setattr("monoblock.experiments.library.load_experiment", lambda name: support.STANDING_IN)
     (tmp_path / "data").mkdir()
     return ["compare", "any", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
 

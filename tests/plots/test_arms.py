@@ -6,8 +6,8 @@ import experiment_support as support
 import numpy as np
 import pytest
 
-from monoblock.experiments.frame.report import Report, draw_report
-from monoblock.experiments.names import load_experiment
+from monoblock.experiments.library import load_experiment
+from monoblock.experiments.report import Report, draw_report
 from monoblock.plots.arms import ArmCurves, draw_arm_curves, fit_power_law
 
 pytest.importorskip("matplotlib")

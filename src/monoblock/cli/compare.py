@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 from monoblock.cli.output import echo, print_json, print_table
 from monoblock.cli.verb import argument, data_folder_option, json_option, option, resolve_data_folder
 from monoblock.errors import ConfigError
-from monoblock.experiments.names import EXPERIMENTS
+from monoblock.experiments.library import EXPERIMENTS
 
 if TYPE_CHECKING:
-    from monoblock.experiments.frame.experiment import Experiment, Trial
-    from monoblock.experiments.frame.report import Report
-    from monoblock.experiments.frame.runner import Request
+    from monoblock.experiments.experiment import Trial
+    from monoblock.experiments.report import Report
 
-EXPERIMENT_HELP = "\n".join(f"\b\n  {name}: {about}" for name, (_, about) in EXPERIMENTS.items())
+EXPERIMENT_HELP = "\n".join(f"\b\n  {name}: {about}" for name, about in EXPERIMENTS.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +51,10 @@ class Compare:
     as_json: bool = json_option()
 
     def run(self) -> None:
-        from monoblock.experiments.frame.report import Report, write_page
-        from monoblock.experiments.frame.results import check_writable
-        from monoblock.experiments.frame.runner import Request, count_hidden, plan_trials, run_trials, select_results
-        from monoblock.experiments.names import load_experiment
+        from monoblock.experiments.library import load_experiment
+        from monoblock.experiments.report import Report, write_page
+        from monoblock.experiments.results import check_writable
+        from monoblock.experiments.runner import plan_trials, run_trials, select_results
 
         if self.experiment is None:
             raise ConfigError("name an experiment, such as residuals; monoblock compare --help lists them")
@@ -63,37 +62,37 @@ class Compare:
         values, overrides = _split_overrides(self.words)
         default = Path("runs") / f"compare-{self.experiment}{'-smoke' if self.smoke else ''}"
         folder = self.out if self.out is not None else default
-        request = Request(
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"--out {folder} is a file; name a folder")
+        trials = plan_trials(
+            record,
+            values,
             folder=folder,
-            values=values,
             overrides=overrides,
             data=resolve_data_folder(self.data),
-            jobs=self.jobs,
             smoke=self.smoke,
             keep=self.keep,
             more_results=self.results,
         )
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"--out {folder} is a file; name a folder")
         if self.dry_run:
-            _print_plan(record, request, self.as_json)
+            _print_plan(trials, self.as_json)
             return
-        trials = plan_trials(record, request)
         if self.write is not None:
             check_writable(self.write)
         if not self.table:
             try:
-                for message in run_trials(record, trials, request):
+                for message in run_trials(trials, self.jobs):
                     echo(message, err=True)
             except KeyboardInterrupt:
                 echo("Finished trials are kept; the same command goes on with the others.", err=True)
                 raise
-        report = Report(record, tuple(select_results(record, trials, request)), self.note)
+        results, hidden = select_results(trials)
+        report = Report(record, tuple(results), self.note)
         if not report.results:
             hint = "; leave out --table to run it" if self.table else ""
             places, verb = " and ".join(map(str, (folder, *self.results))), "have" if self.results else "has"
             raise ConfigError(f"{places} {verb} no results of {self.experiment} with these options{hint}")
-        if hidden := count_hidden(record, trials, request):
+        if hidden:
             echo(f"{hidden} results with the packaged corpus are left out beside those with the real one", err=True)
         if self.write is not None:
             for path in write_page(report, self.write):
@@ -118,22 +117,20 @@ def _split_overrides(words: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str,
     return values, tuple(overrides)
 
 
-def _print_plan(record: Experiment, request: Request, as_json: bool) -> None:
-    from monoblock.experiments.frame.runner import plan_trials
-    from monoblock.experiments.frame.settings import describe_stand_in
+def _print_plan(trials: list[Trial], as_json: bool) -> None:
+    from monoblock.experiments.runner import describe_stand_in
 
-    trials = plan_trials(record, request)
-    plan = _plan(record, trials)
+    record, plan = trials[0].experiment, _plan(trials)
     if as_json:
         print_json(plan)
         return
     echo(f"Claim ({record.source}): {record.claim}\nBudget: {plan['budget']}\nData: {plan['data']}")
-    if notice := describe_stand_in(record, trials):
+    if notice := describe_stand_in(trials):
         echo(notice)
-    if request.smoke:
+    if trials[0].smoke:
         echo("This is a smoke run: a few steps on toy data, whatever the budget says")
-    if request.overrides:
-        echo(f"This call sets, whatever the budget says: {' '.join(request.overrides)}")
+    if plan["overrides"]:
+        echo(f"This call sets, whatever the budget says: {' '.join(plan['overrides'])}")
     if options := [f"{key}={value}" for key, value in plan["settings"]["options"].items() if value not in ("", None)]:
         echo(f"Options: {', '.join(options)}")
     echo(f"Seeds: {', '.join(map(str, plan['seeds']))}; trials: {len(trials)}\n")
@@ -145,13 +142,12 @@ def _print_plan(record: Experiment, request: Request, as_json: bool) -> None:
         echo(f"- {rule.statement}: {rule.bound}")
 
 
-def _plan(record: Experiment, trials: list[Trial]) -> dict[str, Any]:
+def _plan(trials: list[Trial]) -> dict[str, Any]:
     """Return what a call would run, and by which rules it would be judged."""
-    from monoblock.experiments.frame.settings import find_stand_in, trial_settings
-
+    record = trials[0].experiment
     chosen = {trial.arm.name for trial in trials}
     first = next((trial for trial in trials if trial.arm.uses_recipe), trials[0])
-    settings = trial_settings(record, first)
+    settings = first.settings
     budget, data = record.budget_and_data(settings["options"])
     return {
         "experiment": record.name,
@@ -159,7 +155,7 @@ def _plan(record: Experiment, trials: list[Trial]) -> dict[str, Any]:
         "source": record.source,
         "budget": budget,
         "data": data,
-        "stand_in": find_stand_in(record, settings["changes"]) if first.stands_in else None,
+        "stand_in": record.find_stand_in(settings["changes"]) if first.stands_in else None,
         "overrides": list(first.overrides),
         "arms": [
             {"arm": arm.name, "about": arm.about, "changes": list(arm.changes), "chosen": arm.name in chosen}
@@ -175,7 +171,7 @@ def _save_and_print(report: Report, folder: Path, as_json: bool) -> None:
     import json
 
     from monoblock.errors import FileError
-    from monoblock.experiments.frame.report import plot_report
+    from monoblock.experiments.report import plot_report
     from monoblock.untrusted_files import write_atomically
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +183,7 @@ def _save_and_print(report: Report, folder: Path, as_json: bool) -> None:
     if as_json:
         print_json(report.to_json())
     else:
-        if stand_in := report.about()["stand_in"]:
+        if stand_in := report.about["stand_in"]:
             echo(f"The corpus of the recipe was not there; the packaged corpus {stand_in} stood in for it.\n")
         for one in report.by_machine():
             if len(report.by_machine()) > 1:

@@ -134,9 +134,9 @@ def _list_corpora() -> list[Record]:
 
 
 def _list_experiments() -> list[Record]:
-    from monoblock.experiments.names import EXPERIMENTS
+    from monoblock.experiments.library import EXPERIMENTS
 
-    return [{"name": name, "about": about} for name, (_, about) in EXPERIMENTS.items()]
+    return [{"name": name, "about": about} for name, about in EXPERIMENTS.items()]
 
 
 def _list_runs() -> list[Record]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from monoblock.doctor.examination import Examination, pad
-from monoblock.doctor.recorder import AttentionRecord
 from monoblock.doctor.report import Finding, Panel, Panels, Report
 
 PLACES, PLACES_OF_LARGE = 32, 12  # of a long text that are drawn
@@ -27,8 +26,7 @@ def draw_dependence(exam: Examination, report: Report) -> dict[str, Panels]:
     if not exam.subject.reads_tokens or not exam.has_states:
         return drawn
     for finding in (*report.findings, *report.unsupported):
-        draw = PICTURES.get(finding.check)
-        if draw is not None:
+        if (draw := PICTURES.get(finding.check)) is not None:
             picture = replace(draw(exam, finding), check=finding.check)
             drawn[f"{finding.check}: {picture.caption}"] = picture
     if not drawn:
@@ -42,10 +40,14 @@ def measure(run: Run, ids: Tensor, others: Tensor, places: Sequence[int]) -> Ten
     rows = ids[:1].expand(len(places), -1).clone()
     for row, place in enumerate(places):
         rows[row, place] = others[0, place]
-    new, old = run(rows).detach().float(), run(ids[:1]).detach().float()
+    return _change(run(rows), run(ids[:1])).T.cpu()
+
+
+def _change(new: Tensor, old: Tensor) -> Tensor:
+    """Return the largest change of each output (B, T, *), in standard deviations of the old ones, (B, T)."""
+    new, old = new.detach().float(), old.detach().float()
     spread = max(float(old.std()), 0.1 * float(old.abs().max()), 1e-6)
-    change = (new - old).abs().flatten(2).amax(-1) / spread  # (places, T)
-    return change.nan_to_num(nan=1.0, posinf=1.0).T.cpu()
+    return ((new - old).abs().flatten(2).amax(-1) / spread).nan_to_num(nan=1.0, posinf=1.0)
 
 
 def expected_dependence(exam: Examination, length: int) -> Tensor:
@@ -59,13 +61,7 @@ def expected_dependence(exam: Examination, length: int) -> Tensor:
     return ((distance >= 0) if is_causal else torch.ones_like(distance, dtype=torch.bool)) & (distance.abs() <= reach)
 
 
-def _visible(exam: Examination, layer: int) -> Tensor:
-    """Return which keys a query of a layer may see, (T, T)."""
-    declared, length = exam.subject.declared, exam.ids.shape[1]
-    window = declared.windows[layer] if declared.windows and layer < len(declared.windows) else declared.window
-    distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-    seen = distance >= 0 if exam.subject.kind != "bidirectional" else distance == distance
-    return seen if window is None else seen & (distance.abs() < window)
+# -- the pictures -----------------------------------------------------------------------------------------------------
 
 
 def _draw_tokens(exam: Examination, finding: Finding | None) -> Panels:
@@ -77,56 +73,61 @@ def _draw_tokens(exam: Examination, finding: Finding | None) -> Panels:
     places = sorted({round(i * (length - 1) / (most - 1)) for i in range(most)}) if length > most else range(length)
     index = torch.tensor(places)
     change = measure(exam.states, ids, exam.subject.other_tokens(ids), places)[index]
-    allowed = expected_dependence(exam, length)[index][:, index]
-    names = tuple(str(place) for place in places)
-    panels = _panels(exam, change, allowed, names, names)
-    record, layer = _attention(exam) if ids is exam.ids else (None, 0)
-    if record is not None:
-        weights, visible = _rows(_largest_weights(record)), _rows(_visible(exam, layer))
-        panels += (Panel(f"attention, layer {layer}", weights, visible, names, names, "query", "key"),)
+    names = _numbers(places)
+    panels = _panels(exam, change, expected_dependence(exam, length)[index][:, index], names, names)
+    if ids is exam.ids and exam.self_attentions:
+        panels += (_attention_panel(exam, names),)
     return Panels("which tokens the output at each position depends on", panels)
+
+
+def _attention_panel(exam: Examination, names: tuple[str, ...]) -> Panel:
+    """Draw the attention of the first layer that sees later keys, or of the first one at all."""
+    subject, length = exam.subject, exam.ids.shape[1]
+    largest = [
+        record.final_weights.detach().float().nan_to_num().amax(0).clamp(0, 1).cpu() for record in exam.self_attentions
+    ]
+    leaking = [layer for layer, weights in enumerate(largest) if bool(weights.triu(1).any())]
+    layer = leaking[0] if leaking and subject.kind != "bidirectional" else 0
+    windows = subject.declared.windows
+    window = windows[layer] if windows and layer < len(windows) else subject.declared.window
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+    visible = distance >= 0 if subject.kind != "bidirectional" else distance == distance
+    visible = visible if window is None else visible & (distance.abs() < window)
+    title, values = f"attention, layer {layer}", largest[layer]
+    return Panel(title, _rows(values), _rows(visible), names, names, "query", "key")
 
 
 def _draw_rows(exam: Examination, finding: Finding) -> Panels:
     """Draw which rows of a batch the output of each row depends on."""
-    ids, others = exam.ids, exam.subject.other_tokens(exam.ids)
-    old, columns = exam.run(ids).float(), []
+    ids, others, columns = exam.ids, exam.subject.other_tokens(exam.ids), []
     for row in range(len(ids)):
         changed = ids.clone()
         changed[row] = others[row]
-        columns.append((exam.run(changed).float() - old).abs().flatten(1).amax(1) / max(float(old.std()), 1e-6))
-    names, change = tuple(str(row) for row in range(len(ids))), torch.stack(columns, 1).nan_to_num(1.0).cpu()
-    panels = _panels(
-        *(exam, change, torch.eye(len(ids), dtype=torch.bool), names, names),
-        row_axis="output of row",
-        column_axis="row that is changed",
-    )
+        columns.append(_change(exam.run(changed)[:, None], exam.run(ids)[:, None])[:, 0].cpu())
+    names, allowed = _numbers(range(len(ids))), torch.eye(len(ids), dtype=torch.bool)
+    axes = {"row_axis": "output of row", "column_axis": "row that is changed"}
+    panels = _panels(exam, torch.stack(columns, 1), allowed, names, names, **axes)
     return Panels("which rows of a batch an output depends on", panels)
 
 
-def _draw_documents(exam: Examination, finding: Finding) -> Panels:
-    """Draw which tokens an output depends on in a row of two packed documents."""
+def _draw_marked(exam: Examination, finding: Finding) -> Panels:
+    """Draw which tokens an output depends on in a row of two packed documents, or after a prefix."""
     length = exam.ids.shape[1]
-    documents = (torch.arange(length) >= length // 2).long()
-    allowed = expected_dependence(exam, length) & (documents[:, None] == documents[None, :])
-    caption = f"which tokens an output depends on, with a new document from position {length // 2} on"
-    return _draw_with(exam, "documents", documents, allowed, caption)
+    places, allowed = torch.arange(length), expected_dependence(exam, length)
+    if finding.check == "packing":
+        option, value = "documents", (places >= length // 2).long()
+        allowed = allowed & (value[:, None] == value[None, :])
+        caption = f"which tokens an output depends on, with a new document from position {length // 2} on"
+    else:
+        option, value = "prefix", places < length // 3
+        allowed = allowed | value[None, :]
+        caption = f"which tokens an output depends on, with a prefix of {length // 3} tokens"
+    value, names = value.to(exam.ids.device), _numbers(range(length))
 
+    def run(ids: Tensor) -> Tensor:
+        return exam.run(ids, **{option: value.expand(ids.shape)})
 
-def _draw_prefix(exam: Examination, finding: Finding) -> Panels:
-    """Draw which tokens an output depends on after a prefix whose tokens see each other."""
-    length = exam.ids.shape[1]
-    prefix = torch.arange(length) < length // 3
-    allowed = expected_dependence(exam, length) | prefix[None, :]
-    caption = f"which tokens an output depends on, with a prefix of {length // 3} tokens"
-    return _draw_with(exam, "prefix", prefix, allowed, caption)
-
-
-def _draw_with(exam: Examination, option: str, value: Tensor, allowed: Tensor, caption: str) -> Panels:
-    """Draw which tokens an output depends on in a run with an option that has a value for each token."""
-    places, value = range(exam.ids.shape[1]), value.to(exam.ids.device)
-    others, names = exam.subject.other_tokens(exam.ids), tuple(str(place) for place in places)
-    change = measure(lambda ids: exam.run(ids, **{option: value.expand(ids.shape)}), exam.ids, others, places)
+    change = measure(run, exam.ids, exam.subject.other_tokens(exam.ids), range(length))
     return Panels(caption, _panels(exam, change, allowed, names, names))
 
 
@@ -141,10 +142,9 @@ def _draw_source(exam: Examination, finding: Finding) -> Panels:
         return exam.run(ids.expand(rows, -1), source=sources, source_mask=mask.expand(rows, -1))
 
     change = measure(run, padded, exam.subject.other_tokens(padded), range(length))
-    rows = tuple(str(place) for place in range(ids.shape[1]))
-    columns = (*(str(place) for place in range(length - PAD)), *["pad"] * PAD)
-    allowed = mask[0].bool().cpu().expand(len(rows), -1)
-    panels = _panels(exam, change, allowed, rows, columns, column_axis="position of the source that is changed")
+    rows, columns = _numbers(range(ids.shape[1])), (*_numbers(range(length - PAD)), *["pad"] * PAD)
+    allowed, axis = mask[0].bool().cpu().expand(len(rows), -1), "position of the source that is changed"
+    panels = _panels(exam, change, allowed, rows, columns, column_axis=axis)
     return Panels("which tokens of a source an output depends on", panels)
 
 
@@ -164,14 +164,22 @@ def _draw_padding(exam: Examination, finding: Finding) -> Panels:
 
     change = measure(run, padded, exam.subject.other_tokens(padded), range(length))
     allowed = (expected_dependence(exam, length)[real] & real) if exam.is_per_token else real[None]
-    plain, output = exam.run(ids).float().view_as(run(padded)), run(padded).float()
-    moved = (output - plain).abs().flatten(2).amax(-1)[0] / max(float(plain.std()), 1e-6)
+    output = run(padded)
+    moved = _shades(exam, _change(output, exam.run(ids).view_as(output))[0, :, None].cpu())
     none = torch.zeros(len(rows), 1, dtype=torch.bool)
-    shades = _rows(_shades(exam, moved.nan_to_num(1.0)[:, None].cpu()))
-    bar = Panel("change by padding", shades, _rows(none), rows, ("",), column_axis="")
+    bar = Panel("change by padding", _rows(moved), _rows(none), rows, ("",), column_axis="")
     side = "left" if is_left else "right"
     caption = f"what outputs depend on with {PAD} tokens of padding on the {side}, and what the padding changes"
     return Panels(caption, (*_panels(exam, change, allowed, rows, columns), bar))
+
+
+PICTURES: dict[str, Callable[[Examination, Finding], Panels]] = {
+    **dict.fromkeys(("causality", "window", "mask_after_softmax", "positions", "positions_twice"), _draw_tokens),
+    **dict.fromkeys(("packing", "prefix"), _draw_marked),
+    "cross_padding": _draw_source,
+    "batch": _draw_rows,
+    "padding": _draw_padding,
+}
 
 
 def _panels(
@@ -188,28 +196,9 @@ def _shades(exam: Examination, change: Tensor) -> Tensor:
     return shares.clamp(0.3, 1).where(change > exam.subject.tolerance, 0.0)
 
 
-def _attention(exam: Examination) -> tuple[AttentionRecord | None, int]:
-    """Return the attention of the first layer that sees later keys, or of the first one at all, and its number."""
-    records = exam.self_attentions
-    leaking = [layer for layer, record in enumerate(records) if bool(_largest_weights(record).triu(1).any())]
-    layer = leaking[0] if leaking and exam.subject.kind != "bidirectional" else 0
-    return (records[layer], layer) if records else (None, 0)
-
-
-def _largest_weights(record: AttentionRecord) -> Tensor:
-    """Return the largest weight of all heads and rows, (T, S)."""
-    return record.final_weights.detach().float().nan_to_num().amax(0).clamp(0, 1).cpu()
-
-
 def _rows(matrix: Tensor) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(row) for row in matrix.tolist())
 
 
-PICTURES: dict[str, Callable[[Examination, Finding], Panels]] = {
-    **dict.fromkeys(("causality", "window", "mask_after_softmax", "positions", "positions_twice"), _draw_tokens),
-    "prefix": _draw_prefix,
-    "cross_padding": _draw_source,
-    "batch": _draw_rows,
-    "packing": _draw_documents,
-    "padding": _draw_padding,
-}
+def _numbers(places: Sequence[int]) -> tuple[str, ...]:
+    return tuple(map(str, places))

@@ -6,10 +6,10 @@ CUDA graphs, and several arms share the GPU (--jobs 8) with little loss. The see
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-from monoblock.experiments.frame.experiment import Experiment
-from monoblock.experiments.frame.training import train_and_evaluate
+from monoblock.experiments.experiment import Arm, Experiment
+from monoblock.experiments.training import train_and_evaluate
 
 # WikiText-2 by words: 2,000 steps of 8,192 words, eight passes over the corpus.
 LANGUAGE_MODEL = (
@@ -46,23 +46,27 @@ TRANSLATION_SMOKE = (
 )
 
 
-def experiment_on_words(**fields: Any) -> Experiment:
-    """Return an experiment with small language models of words; `fields` is what is particular to it."""
-    shared: dict[str, Any] = {
-        "measure": train_and_evaluate,
-        "recipe": "wikitext2",
-        "changes": LANGUAGE_MODEL,
-        "stand_in": TEXT_STAND_IN,
-        "toy": "text",
-        "smoke": TEXT_SMOKE,
-        "budget": LANGUAGE_MODEL_BUDGET,
-        "data": "WikiText-2 by words, test split",
-        "columns": ("loss", "perplexity", "validation_loss", "training_loss", "parameters", "seconds_training"),
-    }
-    return Experiment(**{**shared, **fields})
+# Experiments with these language models; `replace` says what is particular to one.
+ON_WORDS = Experiment(
+    name="",
+    claim="",
+    source="",
+    arms=(),
+    rules=(),
+    measure=train_and_evaluate,
+    recipe="wikitext2",
+    changes=LANGUAGE_MODEL,
+    stand_in=TEXT_STAND_IN,
+    toy="text",
+    smoke=TEXT_SMOKE,
+    budget=LANGUAGE_MODEL_BUDGET,
+    data="WikiText-2 by words, test split",
+    columns=("loss", "perplexity", "validation_loss", "training_loss", "parameters", "seconds_training"),
+)
+ON_SUBWORDS = replace(ON_WORDS, changes=(*SUBWORD_MODEL, *NO_DROPOUT), data="WikiText-2 by 4,096 subwords, test split")
 
 
-def experiment_on_subwords(**fields: Any) -> Experiment:
-    """Return an experiment with small language models of 4,096 subwords; `fields` is what is particular to it."""
-    shared = {"changes": (*SUBWORD_MODEL, *NO_DROPOUT), "data": "WikiText-2 by 4,096 subwords, test split"}
-    return experiment_on_words(**{**shared, **fields})
+def sized_arm(depth: int, width: int) -> Arm:
+    """Return an arm of this depth and width, with heads of 32 features."""
+    sizes = (f"model.depth={depth}", f"model.width={width}", f"model.heads={width // 32}", f"model.hidden={4 * width}")
+    return Arm(f"{depth}x{width}", f"{depth} layer{'s' * (depth > 1)} of width {width}", sizes)

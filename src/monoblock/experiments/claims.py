@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from monoblock.experiments.frame.rules import Verdict
+from monoblock.experiments.rules import Verdict
 
 
 class Claim(NamedTuple):

@@ -39,7 +39,7 @@ class AttentionMap:
 
 @dataclass
 class Section:
-    """A heading, a text, tables and pictures."""
+    """A heading, a text (with empty lines between its paragraphs), tables and pictures."""
 
     title: str
     text: str = ""
@@ -92,8 +92,7 @@ def _to_bytes(weights: NDArray[np.floating[Any]]) -> bytes:
 
 def _section_html(section: Section) -> str:
     parts = [f'<section id="{_anchor(section.title)}"><h2>{html.escape(section.title)}</h2>']
-    if section.text:
-        parts.append(f"<p>{html.escape(section.text)}</p>")
+    parts += [f"<p>{html.escape(paragraph)}</p>" for paragraph in section.text.split("\n\n") if paragraph]
     for columns, rows in section.tables:
         parts.append(_table_html(columns, rows))
     for figure, description in section.figures:

@@ -1,4 +1,4 @@
-"""Strings of letters of chosen lengths, and their reversal: data for experiments about length."""
+"""Data that experiments write by themselves: toy corpora for smoke runs, and strings of letters with their reversal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
+from typing import Literal
 
 from monoblock.data.readers.records import Pair
 from monoblock.errors import ConfigError
@@ -14,6 +15,34 @@ from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.pipeline import Pipeline
 from monoblock.tasks.backtranslation import write_pairs
 from monoblock.tasks.evaluation_report import EvaluationRequest
+from monoblock.untrusted_files import write_atomically
+
+# -- toy corpora ------------------------------------------------------------------------------------------------------
+
+ToyKind = Literal["text", "pairs", ""]
+FILES = {"text": "toy.txt", "pairs": "toy.tsv"}
+LINES, WORDS = 240, ("a", "red", "dog", "runs", "to", "the", "blue", "house", "and", "sees", "an", "old", "tree")
+
+
+def toy_path(kind: ToyKind, folder: Path) -> Path:
+    return folder / FILES[kind]
+
+
+def write_toy_corpus(kind: ToyKind, folder: Path) -> None:
+    """Write a corpus of random words, if it is not there: running text, or sentences and their reversal."""
+    if not kind or toy_path(kind, folder).is_file():
+        return
+    random = Random(0)
+    sentences = [random.choices(WORDS, k=random.randint(3, 9)) for _ in range(LINES)]
+    if kind == "text":
+        lines = [" ".join(words) for words in sentences]
+    else:
+        lines = [f"{' '.join(words)}\t{' '.join(reversed(words))}" for words in sentences]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(toy_path(kind, folder), "\n".join(lines) + "\n")
+
+
+# -- strings to reverse -----------------------------------------------------------------------------------------------
 
 SEED = 8  # of the data, which is the same for all arms and seeds
 MAX_TEST_PAIRS, MAX_VALIDATION_PAIRS = 500, 1_000

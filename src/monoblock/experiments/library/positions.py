@@ -1,10 +1,10 @@
-"""Position schemes, tested at 1 to 16 times the length of the training blocks.
+"""Position schemes, tested beyond the training length.
 
-Each arm is a language model trained on blocks of the same length. It is then evaluated on longer blocks without
-overlap, and on windows that move by half a training block, so that almost every token has a long context. Learned
-positions end at the training length. YaRN (Peng et al. 2023) scales the rotary frequencies of the trained model to the
-tested length, without further training. The arm "frequencies" is no model: its perplexity is that of the frequencies
-of words in the training text, which a model that cannot read beyond its training length may fall back to.
+Each arm is a language model trained on blocks of the same length. It is then evaluated on blocks 1 to 16 times as long,
+without overlap, and on windows that move by half a training block, so that almost every token has a long context.
+Learned positions end at the training length. YaRN (Peng et al. 2023) scales the rotary frequencies of the trained model
+to the tested length, without further training. The arm "frequencies" is no model: its perplexity is that of the
+frequencies of words in the training text, which a model that cannot read beyond its training length may fall back to.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import replace
 from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import Scaling
-from monoblock.experiments.budgets import LANGUAGE_MODEL, TEXT_SMOKE, TEXT_STAND_IN
-from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
-from monoblock.experiments.frame.rules import Rule
-from monoblock.experiments.frame.training import train_and_load, trial_recipe
+from monoblock.experiments.budgets import LANGUAGE_MODEL, ON_WORDS
+from monoblock.experiments.experiment import Arm, Metrics, Trial
+from monoblock.experiments.rules import read_rules
+from monoblock.experiments.training import train_and_load, trial_recipe
 from monoblock.metrics.text import perplexity
 from monoblock.model import Transformer
 from monoblock.recipes.schema import Recipe
@@ -90,24 +90,11 @@ def _perplexity(loaded: LoadedModel, recipe: Recipe, trial: Trial, multiple: int
 
 
 def _arm(name: str, about: str, positions: str | None = None, *changes: str, **values: bool) -> Arm:
-    return Arm(name=name, about=about, changes=(f"model.positions={positions or name}", *changes), values=values)
+    return Arm(name, about, (f"model.positions={positions or name}", *changes), values=values)
 
 
-def _bound(words: str, arm: str, bound: str, *, times: int = 6, sliding: bool = False, added_later: str = "") -> Rule:
-    """Bound the perplexity at six or sixteen times the training length, divided by that at the training length."""
-    metric = "perplexity_sliding" if sliding else "perplexity"
-    return Rule(
-        f"{words} {'in sliding windows of' if sliding else 'at'} {IN_WORDS[times]} times the training length",
-        f"{metric} of {arm} at {times} / {metric} of {arm} at 1 {bound}",
-        added_later=added_later,
-    )
-
-
-IN_WORDS = {6: "six", 16: "sixteen"}
-LONGER = "after three times as many steps, "
-SINUSOIDS_FAIL, ALIBI_HOLDS = "sinusoids are more than five times worse", "ALiBi loses at most 1 % of perplexity"
-
-EXPERIMENT = Experiment(
+EXPERIMENT = replace(
+    ON_WORDS,
     name="positions",
     claim="sinusoids extrapolate to longer sequences in principle, but in practice ALiBi does, and rotary positions do "
     "so only with scaling",
@@ -120,46 +107,47 @@ EXPERIMENT = Experiment(
         _arm("rotary-yarn", "rotary positions, scaled by YaRN to the tested length", "rotary", yarn=True),
         _arm("alibi", "a penalty on the score that is linear in the distance"),
         _arm("buckets", "a learned bias for each bucket of distances, as in T5"),
-        Arm(name="frequencies", about="no model: the frequencies of words in training", values={"frequencies": True}),
+        Arm("frequencies", "no model: the frequencies of words in training", values={"frequencies": True}),
         _arm("sinusoidal-long", "sinusoids, three times as many steps", "sinusoid", SCALED, LONG),
         _arm("alibi-long", "ALiBi, three times as many steps", "alibi", LONG),
     ),
     default_arms=("none", "sinusoidal", "learned", "rotary", "rotary-yarn", "alibi", "buckets", "frequencies"),
     measure=measure,
-    recipe="wikitext2",
     changes=(*LANGUAGE_MODEL, "train.steps=4000", "train.eval_every=1000"),
-    stand_in=TEXT_STAND_IN,
-    toy="text",
-    smoke=TEXT_SMOKE,
     budget="4,000 steps of 32 blocks of 256 words for every arm, 12,000 for those whose name ends in -long",
-    data="WikiText-2 by words, test split",
     columns=("perplexity_1", "validation_loss", "training_loss", "parameters", "seconds_training"),
     curves=dict.fromkeys(("perplexity", "perplexity_sliding"), "multiple of the training length"),
     logarithmic=True,
-    rules=(
-        _bound(ALIBI_HOLDS, "alibi", "<= 1.01"),
-        _bound(SINUSOIDS_FAIL, "sinusoidal", ">= 5"),
-        _bound(SINUSOIDS_FAIL, "sinusoidal", ">= 5", sliding=True, added_later="the rule"),
-        _bound("rotary positions without scaling lose more than 10 %", "rotary", ">= 1.1"),
-        Rule(
-            "YaRN has at most 0.9 of the perplexity of rotary without scaling at six times the length",
-            "perplexity of rotary-yarn at 6 / perplexity of rotary at 6 <= 0.9",
-        ),
-        Rule(
-            "at the training length, rotary positions are at least 1 % better than sinusoids",
-            "perplexity of rotary at 1 / perplexity of sinusoidal at 1 <= 0.99",
-        ),
-        _bound("sinusoids lose at most 10 % of perplexity", "sinusoidal", "<= 1.1", added_later="the rule"),
-        Rule(
-            "at six times the training length, rotary positions are at least 10 % better than sinusoids",
-            "perplexity of rotary at 6 / perplexity of sinusoidal at 6 <= 0.9",
-            added_later="the rule",
-        ),
-        _bound(LONGER + SINUSOIDS_FAIL, "sinusoidal-long", ">= 5", added_later="this arm"),
-        _bound(LONGER + ALIBI_HOLDS, "alibi-long", "<= 1.01", added_later="this arm"),
-        _bound(LONGER + SINUSOIDS_FAIL, "sinusoidal-long", ">= 5", sliding=True, added_later="the rule"),
-        _bound(LONGER + SINUSOIDS_FAIL, "sinusoidal-long", ">= 5", times=16, sliding=True, added_later="the rule"),
-    ),
+    rules=read_rules("""
+        ALiBi loses at most 1 % of perplexity at six times the training length
+            perplexity of alibi at 6 / perplexity of alibi at 1 <= 1.01
+        sinusoids are more than five times worse at six times the training length
+            perplexity of sinusoidal at 6 / perplexity of sinusoidal at 1 >= 5
+        sinusoids are more than five times worse in sliding windows of six times the training length
+            perplexity_sliding of sinusoidal at 6 / perplexity_sliding of sinusoidal at 1 >= 5 [later: the rule]
+        rotary positions without scaling lose more than 10 % at six times the training length
+            perplexity of rotary at 6 / perplexity of rotary at 1 >= 1.1
+        YaRN has at most 0.9 of the perplexity of rotary without scaling at six times the length
+            perplexity of rotary-yarn at 6 / perplexity of rotary at 6 <= 0.9
+        at the training length, rotary positions are at least 1 % better than sinusoids
+            perplexity of rotary at 1 / perplexity of sinusoidal at 1 <= 0.99
+        sinusoids lose at most 10 % of perplexity at six times the training length
+            perplexity of sinusoidal at 6 / perplexity of sinusoidal at 1 <= 1.1 [later: the rule]
+        at six times the training length, rotary positions are at least 10 % better than sinusoids
+            perplexity of rotary at 6 / perplexity of sinusoidal at 6 <= 0.9 [later: the rule]
+        after three times as many steps, sinusoids are more than five times worse at six times the training length
+            perplexity of sinusoidal-long at 6 / perplexity of sinusoidal-long at 1 >= 5 [later: this arm]
+        after three times as many steps, ALiBi loses at most 1 % of perplexity at six times the training length
+            perplexity of alibi-long at 6 / perplexity of alibi-long at 1 <= 1.01 [later: this arm]
+        after three times as many steps, sinusoids are more than five times worse in sliding windows of six times the \
+training length
+            perplexity_sliding of sinusoidal-long at 6 / perplexity_sliding of sinusoidal-long at 1 >= 5 \
+[later: the rule]
+        after three times as many steps, sinusoids are more than five times worse in sliding windows of sixteen times \
+the training length
+            perplexity_sliding of sinusoidal-long at 16 / perplexity_sliding of sinusoidal-long at 1 >= 5 \
+[later: the rule]
+    """),
     reading="A curve that stays level or falls extrapolates. In longer blocks the average token has more context, so "
     "even a model that ignores distant tokens gains a little without overlap, and the first tokens of a block are "
     "never beyond the training length; the sliding windows show the rest.",

@@ -1,4 +1,4 @@
-"""Measure how much span-corruption pretraining improves a text-to-text task with few samples.
+"""A task from few samples, without and with span-corruption pretraining.
 
 One encoder-decoder is pretrained on plain text by span corruption (Raffel et al. 2020). For every seed, two models then
 learn the task from the same few samples, with the same tokenizer, steps, batches and learning rates; one of them starts
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from monoblock.config.schema import check_at_least, check_fraction, check_types
+from monoblock.config.schema import check_fraction
 from monoblock.errors import ConfigError
-from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
-from monoblock.experiments.frame.jobs import Job
-from monoblock.experiments.frame.rules import Rule
-from monoblock.experiments.frame.settings import toy_path
-from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics
+from monoblock.experiments.experiment import Arm, Experiment, Metrics, Options, Trial
+from monoblock.experiments.jobs import Job
+from monoblock.experiments.rules import Rule
+from monoblock.experiments.synthetic_data import toy_path
+from monoblock.experiments.training import evaluate_trial, load_run, train_run, training_metrics
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.recipe import read_recipe, task_of_recipe
 from monoblock.tasks.masked_lm import CorruptionSection
@@ -29,7 +29,7 @@ SMOKE_TRAIN = ("train.steps=4", "train.warmup=2", "train.eval_batches=1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class PretrainingOptions(Options):
     recipe: str = DEFAULT_RECIPE  # recipe of the task
     pretraining: str = "spans-kjv"  # recipe of the pretraining, but with the model and the tokenizer of the task
     steps: int = 1_200  # pretraining steps
@@ -38,12 +38,11 @@ class Options:
     limit: int | None = 300  # evaluate on at most this many test sources
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_at_least(self, 1, "steps", "samples", "limit")
+        super().__post_init__()
         check_fraction(self, "rate")
 
 
-def check(options: Options, overrides: tuple[str, ...]) -> None:
+def check(options: PretrainingOptions, overrides: tuple[str, ...]) -> None:
     task = read_recipe(options.recipe, overrides)
     if task_of_recipe(task).decoding != "beam_search" or "folder" in task.model or task.model.get("family") == "lstm":
         raise ConfigError(
@@ -60,8 +59,19 @@ def before(trial: Trial) -> tuple[Job, ...]:
 
 
 def pretrain(trial: Trial) -> Iterator[str]:
-    """Train the model from which the arm "spans" starts, once for all seeds."""
-    recipe = _pretraining_recipe(read_recipe(trial.options.pretraining), _task_recipe(trial), trial)
+    """Train the model from which the arm "spans" starts, once for all seeds: that of the task, with its tokenizer."""
+    base, task = read_recipe(trial.options.pretraining), _task_recipe(trial)
+    same = {"device": task.train.device, "compile": task.train.compile, "precision": task.train.precision}
+    sizes = {"steps": trial.options.steps, "batch": 2 * task.train.batch}
+    sizes |= {"eval_batches": 1 if trial.smoke else 10, "save_every": 0}
+    recipe = replace(
+        base,
+        data=replace(base.data, limit=SMOKE_TEXTS) if trial.smoke else base.data,
+        model=task.model,
+        tokenizer=task.tokenizer,
+        train=replace(base.train, **sizes, **same),  # type: ignore[arg-type]
+        task=CorruptionSection(mask_rate=trial.options.rate),
+    )
     for message in train_run(recipe, trial.work_folder / "pretrained", trial.data):
         yield f"pretraining: {message}"
 
@@ -90,29 +100,18 @@ def _task_recipe(trial: Trial) -> Recipe:
     return read_recipe(trial.options.recipe, [*smoke, *trial.overrides])
 
 
-def _pretraining_recipe(base: Recipe, task: Recipe, trial: Trial) -> Recipe:
-    """Return the pretraining recipe with the model and the tokenizer of the task."""
-    same = {"device": task.train.device, "compile": task.train.compile, "precision": task.train.precision}
-    sizes = {"steps": trial.options.steps, "batch": 2 * task.train.batch}
-    sizes |= {"eval_batches": 1 if trial.smoke else 10, "save_every": 0}
-    train = replace(base.train, **sizes, **same)  # type: ignore[arg-type]
-    corruption = CorruptionSection(mask_rate=trial.options.rate)
-    data = replace(base.data, limit=SMOKE_TEXTS) if trial.smoke else base.data
-    return replace(base, data=data, model=task.model, tokenizer=task.tokenizer, train=train, task=corruption)
-
-
 EXPERIMENT = Experiment(
     name="pretraining",
     claim="a model that has learned to restore corrupted text learns a task from fewer samples",
     source="A, why the Transformer won; B §14",
     arms=(
-        Arm(name="none", about="new weights"),
-        Arm(name="spans", about="weights pretrained by span corruption on plain text"),
+        Arm("none", "new weights"),
+        Arm("spans", "weights pretrained by span corruption on plain text"),
     ),
     measure=measure,
     before=before,
     check=check,
-    options=Options,
+    options=PretrainingOptions,
     toy="pairs",
     smoke_options={"steps": 4, "samples": 40, "limit": 8},
     budget="1,000 samples and the steps of the recipe; 1,200 steps of pretraining come on top for the arm spans",

@@ -27,7 +27,6 @@ MIN_SEEDS = 3
 Verdict = Literal["confirmed", "contradicted", "inconclusive", "not measured"]
 SeedMetrics = Mapping[int, Mapping[str, Any]]  # the metrics of an arm for every seed
 
-
 TERM = r"(\w+) of ([\w.-]+)(?: at ([\w.]+))?"
 NUMBER = r"-?[\d.]+(?:e-?\d+)?"
 FORMULA = re.compile(rf"(?:({NUMBER}) <= )?{TERM}(?: ([/-]) {TERM})?(?: (<=|>=) ({NUMBER}))?")
@@ -56,21 +55,31 @@ class Bounded(NamedTuple):
     first: Term
     second: Term | None
     is_ratio: bool
-    least: float | None
-    most: float | None
+    least: float
+    most: float
 
     def combine(self, first: float, second: float) -> float:
         if self.second is None:
             return first
         return first - second if not self.is_ratio else first / second if second else math.inf
 
+    def judge(self, low: float, high: float) -> Verdict:
+        """Return what an interval of the number says."""
+        if low >= self.least and high <= self.most:
+            return "confirmed"
+        return "contradicted" if high < self.least or low > self.most else "inconclusive"
+
     def __str__(self) -> str:
         words = str(self.first)
         if self.second is not None:
             words += f" {'divided by' if self.is_ratio else 'minus'} {self.second}"
-        if self.least is not None and self.most is not None:
-            return f"{words} between {self.least:g} and {self.most:g}"
-        return f"{words} at most {self.most:g}" if self.least is None else f"{words} at least {self.least:g}"
+        if math.isinf(self.least):
+            return f"{words} at most {self.most:g}"
+        return (
+            f"{words} at least {self.least:g}"
+            if math.isinf(self.most)
+            else (f"{words} between {self.least:g} and {self.most:g}")
+        )
 
 
 @dataclass(frozen=True)
@@ -90,12 +99,10 @@ class Rule:
         match = FORMULA.fullmatch(self.formula)
         assert match is not None, f"not a formula: {self.formula}"
         low, *terms, sign, bound = match.groups()
-        least, most = low or (bound if sign == ">=" else None), bound if sign == "<=" else None
-        assert least or most, f"a rule has a bound: {self.formula}"
-        second = Term(*terms[4:]) if terms[3] else None
-        return Bounded(
-            Term(*terms[:3]), second, terms[3] == "/", *(None if x is None else float(x) for x in (least, most))
-        )
+        assert low or bound, f"a rule has a bound: {self.formula}"
+        least = float(low or (bound if sign == ">=" else -math.inf))
+        most = float(bound) if sign == "<=" else math.inf
+        return Bounded(Term(*terms[:3]), Term(*terms[4:]) if terms[3] else None, terms[3] == "/", least, most)
 
     @property
     def bound(self) -> str:
@@ -103,36 +110,41 @@ class Rule:
         return f"{self.bounded}" + (f"; {self.added_later} was added after results" if self.added_later else "")
 
     def conclude(self, results: Mapping[str, SeedMetrics]) -> Conclusion:
-        """Apply the rule to the metrics of all arms and seeds."""
+        """Apply the rule to the metrics of all arms and seeds; without its condition, it is inconclusive."""
         first, second = self.bounded.first, self.bounded.second or self.bounded.first
         mine, others = results.get(first.arm, {}), results.get(second.arm, {})
-        values, missing = list[float](), 0
-        for seed in sorted(set(mine) & set(others)):
-            a, b = first.read(mine[seed]), second.read(others[seed])
-            if a is None or b is None:
-                missing += 1
-            elif not math.isnan(a) and not math.isnan(value := self.bounded.combine(a, b)):
-                values.append(value)
-        if missing:
+        pairs = [(first.read(mine[seed]), second.read(others[seed])) for seed in sorted(set(mine) & set(others))]
+        known = [(a, b) for a, b in pairs if a is not None and b is not None]
+        values = [value for a, b in known if not math.isnan(a) and not math.isnan(value := self.bounded.combine(a, b))]
+        found = Conclusion(self, "not measured")
+        if missing := len(pairs) - len(known):
             reason = f"{missing} of {missing + len(values)} seeds have no finite number"
-            return Conclusion(self, "inconclusive", reason=reason)
-        if not values:
-            return Conclusion(self, "not measured")
-        mean = statistics.fmean(values)
-        if self.is_exact:
-            low, high = min(values), max(values)
-        elif len(values) < MIN_SEEDS:
-            return Conclusion(self, "inconclusive", mean, None, len(values))
-        else:
-            low, high = confidence_interval(values)
-        return Conclusion(self, self._verdict(low, high), mean, (low, high), len(values))
+            found = Conclusion(self, "inconclusive", reason=reason)
+        elif values and len(values) < MIN_SEEDS and not self.is_exact:
+            found = Conclusion(self, "inconclusive", statistics.fmean(values), None, len(values))
+        elif values:
+            interval = (min(values), max(values)) if self.is_exact else confidence_interval(values)
+            verdict = self.bounded.judge(*interval)
+            found = Conclusion(self, verdict, statistics.fmean(values), interval, len(values))
+        if self.condition is None or found.verdict == "not measured":
+            return found
+        if self.condition.conclude(results).verdict == "confirmed":
+            return found
+        return replace(found, verdict="inconclusive", reason=f'"{self.condition.statement}" is not confirmed')
 
-    def _verdict(self, low: float, high: float) -> Verdict:
-        least = -math.inf if self.bounded.least is None else self.bounded.least
-        most = math.inf if self.bounded.most is None else self.bounded.most
-        if low >= least and high <= most:
-            return "confirmed"
-        return "contradicted" if high < least or low > most else "inconclusive"
+
+def read_rules(text: str) -> tuple[Rule, ...]:
+    """Read rules from pairs of lines: a statement, and its formula below it.
+
+    After the formula may stand, in brackets, "exact" (`is_exact`), or what was added later ("later: this arm").
+    """
+    lines = [line.strip() for line in text.strip().splitlines()]
+    rules = []
+    for statement, formula in zip(lines[::2], lines[1::2], strict=True):
+        formula, _, marks = formula.removesuffix("]").partition(" [")
+        later = marks.partition("later: ")[2]
+        rules.append(Rule(statement, formula, is_exact="exact" in marks.split(), added_later=later))
+    return tuple(rules)
 
 
 @dataclass(frozen=True)
@@ -145,13 +157,6 @@ class Conclusion:
     interval: tuple[float, float] | None = None
     seeds: int = 0
     reason: str = ""  # why it is inconclusive, if not because of the interval or the number of seeds
-
-    def apply_condition(self, condition: Conclusion | None) -> Conclusion:
-        """Return this conclusion, or none if its condition is not confirmed."""
-        is_open = condition is not None and condition.verdict != "confirmed" and self.verdict != "not measured"
-        if condition is None or not is_open:
-            return self
-        return replace(self, verdict="inconclusive", reason=f'"{condition.rule.statement}" is not confirmed')
 
     def sentence(self) -> str:
         """Return the conclusion in words, with the number, its interval and the rule."""
@@ -176,13 +181,12 @@ class Conclusion:
         return next((text for text in texts if value in bounds or float(text) not in bounds), texts[-1])
 
     def to_json(self) -> dict[str, Any]:
-        interval = None if self.interval is None else list(self.interval)
         return {
             "statement": self.rule.statement,
             "rule": self.rule.bound,
             "verdict": self.verdict,
             "mean": self.mean,
-            "interval": interval,
+            "interval": None if self.interval is None else list(self.interval),
             "seeds": self.seeds,
             "reason": self.reason,
         }

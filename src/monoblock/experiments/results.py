@@ -12,14 +12,13 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from monoblock.errors import FileError
-from monoblock.experiments.frame.experiment import Metrics
-from monoblock.experiments.frame.settings import SPEED_KEYS
+from monoblock.experiments.experiment import SPEED_KEYS, Metrics
 from monoblock.untrusted_files import open_regular, open_to_write
 
 RESULTS_FILE = "results.jsonl"
@@ -32,7 +31,7 @@ class Result:
     experiment: str
     arm: str
     seed: int
-    settings: dict[str, Any]  # of `trial_settings`
+    settings: dict[str, Any]  # of the trial
     machine: str
     seconds: float  # of the call that finished the trial
     metrics: Metrics = field(default_factory=dict)
@@ -40,11 +39,15 @@ class Result:
     @property
     def key(self) -> tuple[str, int, str]:
         """The identity of the trial, whatever the machine and its speed."""
-        changes = [change for change in self.settings.get("changes", ()) if change.partition("=")[0] not in SPEED_KEYS]
-        return self.arm, self.seed, json.dumps({**self.settings, "changes": changes}, sort_keys=True)
+        return trial_key(self.arm, self.seed, self.settings)
 
     def to_line(self) -> str:
         return json.dumps(_finite(asdict(self)), ensure_ascii=False)
+
+
+def trial_key(arm: str, seed: int, settings: dict[str, Any]) -> tuple[str, int, str]:
+    changes = [change for change in settings.get("changes", ()) if change.partition("=")[0] not in SPEED_KEYS]
+    return arm, seed, json.dumps({**settings, "changes": changes}, sort_keys=True)
 
 
 def _finite(value: Any) -> Any:
@@ -88,33 +91,23 @@ def read_results(paths: Iterable[Path], experiment: str) -> list[Result]:
     """
     found: dict[tuple[Any, ...], Result] = {}
     for path in paths:
-        for line in _read_lines(path):
-            result = _parse(line)
-            if result is not None and result.experiment == experiment:
+        with open_regular(path) as file:
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+        for result in filter(None, map(_parse, lines)):
+            if result.experiment == experiment:
                 found.pop((*result.key, result.machine), None)
                 found[(*result.key, result.machine)] = result
     return list(found.values())
 
 
-def _read_lines(path: Path) -> Sequence[str]:
-    with open_regular(path) as file:
-        return file.read().decode("utf-8", errors="replace").splitlines()
-
-
 def _parse(line: str) -> Result | None:
+    """Return the result in a line; None if it holds none."""
     try:
-        values = json.loads(line)
-        result = Result(**values)
+        result = Result(**json.loads(line))
     except (ValueError, TypeError):
         return None
-    return result if _is_valid(result) else None
-
-
-def _is_valid(result: Result) -> bool:
-    texts = (result.experiment, result.arm, result.machine)
-    if not all(isinstance(text, str) for text in texts) or not isinstance(result.seed, int):
-        return False
-    if not isinstance(result.metrics, dict) or not isinstance(result.settings, dict):
-        return False
-    changes = result.settings.get("changes", [])
-    return isinstance(changes, list) and all(isinstance(change, str) for change in changes)
+    texts, kinds = (result.experiment, result.arm, result.machine), (result.metrics, result.settings)
+    is_result = isinstance(result.seed, int) and all(isinstance(kind, dict) for kind in kinds)
+    changes = result.settings.get("changes", []) if is_result else None
+    is_result = isinstance(changes, list) and all(isinstance(text, str) for text in (*texts, *changes))
+    return result if is_result else None

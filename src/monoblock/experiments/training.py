@@ -7,9 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from monoblock.experiments.frame.experiment import Metrics, Trial
-from monoblock.experiments.frame.runner import find_experiment
-from monoblock.experiments.frame.settings import recipe_changes
+from monoblock.experiments.experiment import Metrics, Trial
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.account import account
@@ -28,9 +26,7 @@ CURVE_POINTS = 20  # of the training loss
 
 def trial_recipe(trial: Trial, more: Sequence[str] = ()) -> Recipe:
     """Return the recipe of a trial: that of the experiment with all changes, its seed, and `more` overrides."""
-    experiment = find_experiment(trial.experiment)
-    name = trial.arm.recipe or experiment.recipe
-    return read_recipe(name, [*recipe_changes(experiment, trial), *more, f"train.seed={trial.seed}"])
+    return read_recipe(trial.recipe, [*trial.changes, *more, f"train.seed={trial.seed}"])
 
 
 def train_run(recipe: Recipe, folder: Path, data: Path | None) -> Iterator[str]:

@@ -1,12 +1,13 @@
-"""A Transformer and an LSTM on WikiText-2, as fairly as possible: equal parameters, and equal tokens or equal time.
+"""A Transformer and an LSTM, both tuned, on equal tokens or equal time.
 
-The Transformer is trained with the optimizer of its recipe, the LSTM with SGD and clipped gradients, which gives it a
-lower perplexity than AdamW does. The learning rate of each is searched over a grid of six, each twice the one before,
-with a tenth of the tokens and one seed; the arms whose names begin with "search" are these trials, and the other arms
-take the best rate of theirs. The arms "…-time" train for as many steps as fit into the same time, of which a few steps
-are measured first. The arm "lstm-batch32" shows whether more steps with smaller batches help. The LSTM reads the text
-in order and keeps its state (truncated backpropagation through time), in training and in the test; the Transformer is
-tested in blocks of its context without overlap, and in windows that move by a quarter of it.
+The text is WikiText-2, and the models have equally many parameters. The Transformer is trained with the optimizer of
+its recipe, the LSTM with SGD and clipped gradients, which gives it a lower perplexity than AdamW does. The learning
+rate of each is searched over a grid of six, each twice the one before, with a tenth of the tokens and one seed; the
+arms whose names begin with "search" are these trials, and the other arms take the best rate of theirs. The arms
+"…-time" train for as many steps as fit into the same time, of which a few steps are measured first. The arm
+"lstm-batch32" shows whether more steps with smaller batches help. The LSTM reads the text in order and keeps its state
+(truncated backpropagation through time), in training and in the test; the Transformer is tested in blocks of its
+context without overlap, and in windows that move by a quarter of it.
 """
 
 from __future__ import annotations
@@ -14,22 +15,18 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from monoblock.baselines.carried import CarriedLoss
 from monoblock.baselines.lstm import Recurrent
-from monoblock.config.schema import check_positive, check_types
+from monoblock.config.schema import check_positive
 from monoblock.errors import ConfigError
-from monoblock.experiments.budgets import TEXT_SMOKE
-from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
-from monoblock.experiments.frame.rules import Rule
-from monoblock.experiments.frame.runner import read_trial_results
-from monoblock.experiments.frame.training import (
-    evaluate_trial,
-    train_and_load,
-    trial_recipe,
-)
+from monoblock.experiments.budgets import ON_WORDS, TEXT_SMOKE
+from monoblock.experiments.experiment import Arm, Metrics, Options, Trial
+from monoblock.experiments.rules import Rule, read_rules
+from monoblock.experiments.runner import read_needed_results
+from monoblock.experiments.training import evaluate_trial, train_and_load, trial_recipe
 from monoblock.metrics.text import perplexity
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.pipeline import Pipeline
@@ -38,20 +35,17 @@ from monoblock.tasks.running_text import build_test_data
 from monoblock.tasks.task_data import validate
 from monoblock.training.events import StepEvent
 
-# Learning rates: of Muon for the Transformer, of SGD for the LSTM.
-GRIDS = {
-    "transformer": ("5e-4", "1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2"),
-    "lstm": ("5", "10", "20", "40", "80", "160"),
-    "lstm-batch32": ("5", "10", "20", "40", "80", "160"),
-}
 SEARCH_SHARE = 0.1  # of the steps
-RECIPES = {"transformer": "wikitext2", "lstm": "wikitext2-lstm", "lstm-batch32": "wikitext2-lstm"}
-BUDGETS = {"transformer": ("tokens", "time"), "lstm": ("tokens", "time"), "lstm-batch32": ("tokens",)}
-EXERCISE_RECIPES = {"transformer": "exercise-8-9", "lstm": "exercise-8-9-lstm"}
 ABOUT = {
     "transformer": "a Transformer with 12 layers of width 384",
     "lstm": "an LSTM with two layers of width 664",
     "lstm-batch32": "the same LSTM with batches half as large and less weight decay",
+}
+RECIPES = {"transformer": "wikitext2", "lstm": "wikitext2-lstm", "lstm-batch32": "wikitext2-lstm"}
+# Learning rates: of Muon for the Transformer, of SGD for the LSTM.
+GRIDS = {
+    "transformer": ("5e-4", "1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2"),
+    **dict.fromkeys(("lstm", "lstm-batch32"), ("5", "10", "20", "40", "80", "160")),
 }
 
 
@@ -84,57 +78,62 @@ TIMED_STEPS, TIMED_SHARE = 40, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class LanguageModelOptions(Options):
     seconds: float = 240.0  # of the arms with equal time
     budget: float = 1.0  # factor on the number of steps of the arms with equal tokens, and of the search
 
     def __post_init__(self) -> None:
-        check_types(self)
+        super().__post_init__()
         check_positive(self, "seconds", "budget")
 
 
+def _arms() -> Iterator[Arm]:
+    """Yield the arms of equal tokens and time, those of the exercise, and those of the search."""
+    for name in ("transformer", "transformer-time", "lstm", "lstm-time", "lstm-batch32"):
+        model, is_timed = name.removesuffix("-time"), name.endswith("-time")
+        budget = "time" if is_timed else "tokens"
+        values = {"model": model, "budget": budget}
+        yield Arm(name, f"{ABOUT[model]}, equal {budget}", CHANGES[model], RECIPES[model], values, is_timed)
+    for model, recipe in (("transformer", "exercise-8-9"), ("lstm", "exercise-8-9-lstm")):
+        about, values = f"exercise 8.9 as it is written: {model}, 50,000 words, 5 epochs", {"exercise": model}
+        yield Arm(f"exercise-{model}", about, recipe=recipe, values=values, is_plotted=False)
+    for model, recipe in RECIPES.items():
+        for lr in GRIDS[model]:
+            about, values = f"{ABOUT[model]}, learning rate {lr}, a tenth of the tokens", {"model": model, "lr": lr}
+            yield Arm(f"search-{model}-{lr}", about, CHANGES[model], recipe, values)
+
+
 def needs(trial: Trial) -> tuple[tuple[str, int], ...]:
-    """Return the trials of the search, on which every other trial depends."""
-    values = trial.arm.values
-    if "lr" in values or values.get("exercise"):
-        return ()
-    return tuple((f"search-{values['model']}-{lr}", 1) for lr in GRIDS[values["model"]])
+    """Return the trials of the search, on which every trial with a budget depends."""
+    model = trial.arm.values.get("model", "")
+    return tuple((f"search-{model}-{lr}", 1) for lr in GRIDS[model]) if "budget" in trial.arm.values else ()
 
 
 def measure(trial: Trial) -> Iterator[str | Metrics]:
-    """Train a model: in the search with one learning rate and few steps, else with the best rate of the search."""
-    values = trial.arm.values
+    """Train a model: in the search with one learning rate and few steps, else with the best rate of the search.
+
+    The recipes of exercise 8.9 are trained as they are written.
+    """
+    values, found = trial.arm.values, Metrics()
     small = SMOKE if trial.smoke else ()  # after the changes of the arm, which set these too
     recipe = trial_recipe(trial, small)
-    full = max(2, round(trial.options.budget * recipe.train.steps))
-    if values.get("exercise"):
-        yield from _measure_exercise(trial, recipe)
-        return
-    if "lr" in values:
-        steps, lr = max(2, round(SEARCH_SHARE * full)), values["lr"]
-    else:
-        steps, lr = full, _best_rate(trial)
-        if values["budget"] == "time":
+    if "exercise" not in values:
+        steps = max(2, round(trial.options.budget * recipe.train.steps))
+        lr = values["lr"] if "lr" in values else _best_rate(trial)
+        if "lr" in values:
+            steps = max(2, round(SEARCH_SHARE * steps))
+        elif values["budget"] == "time":
             steps = _steps_in_time(trial, recipe)
-    more = [*small, f"train.lr={lr}", f"train.steps={steps}", f"train.warmup={min(300, steps // 10)}"]
-    recipe = trial_recipe(trial, more)
+        more = [*small, f"train.lr={lr}", f"train.steps={steps}", f"train.warmup={min(300, steps // 10)}"]
+        recipe, found = trial_recipe(trial, more), {"lr": float(lr), "steps": steps}
     pipe, metrics = yield from train_and_load(trial, recipe)
-    metrics |= {"lr": float(lr), "steps": steps, "training_perplexity": perplexity(metrics["training_loss"])}
-    if "lr" not in values:
-        metrics |= _test(trial, pipe, recipe)
-    yield metrics
-
-
-def _measure_exercise(trial: Trial, recipe: Recipe) -> Iterator[str | Metrics]:
-    """Train a recipe of exercise 8.9 as written, and report its training perplexity."""
-    pipe, metrics = yield from train_and_load(trial, recipe)
-    metrics["training_perplexity"] = perplexity(metrics["training_loss"])
-    yield {**metrics, **_test(trial, pipe, recipe)}
+    metrics |= {**found, "training_perplexity": perplexity(metrics["training_loss"])}
+    yield metrics if "lr" in values else {**metrics, **_test(trial, pipe, recipe)}
 
 
 def _best_rate(trial: Trial) -> str:
     """Return the learning rate with the lowest validation loss in the search."""
-    losses = {result.arm: result.metrics.get("validation_loss") for result in read_trial_results(trial)}
+    losses = {result.arm: result.metrics.get("validation_loss") for result in read_needed_results(trial)}
     found = {arm: loss for arm, loss in losses.items() if loss is not None}
     if not found:
         raise ConfigError("the search for the learning rate has no results; also run the arms search-*")
@@ -176,50 +175,17 @@ def _test(trial: Trial, pipe: Pipeline, recipe: Recipe) -> Metrics:
     return {**found, "test_perplexity": best}
 
 
-def _arms() -> Iterator[Arm]:
-    for model, recipe in RECIPES.items():
-        for budget in BUDGETS[model]:
-            yield Arm(
-                name=model if budget == "tokens" else f"{model}-time",
-                is_timed=budget == "time",
-                about=f"{ABOUT[model]}, equal {budget}",
-                recipe=recipe,
-                changes=CHANGES[model],
-                values={"model": model, "budget": budget},
-            )
-    for model, recipe in EXERCISE_RECIPES.items():
-        yield Arm(
-            name=f"exercise-{model}",
-            about=f"exercise 8.9 as it is written: {model}, 50,000 words, 5 epochs",
-            recipe=recipe,
-            values={"model": model, "exercise": True},
-            is_plotted=False,
-        )
-    for model, recipe in RECIPES.items():
-        for lr in GRIDS[model]:
-            yield Arm(
-                name=f"search-{model}-{lr}",
-                about=f"{ABOUT[model]}, learning rate {lr}, a tenth of the tokens",
-                recipe=recipe,
-                changes=CHANGES[model],
-                values={"model": model, "lr": lr},
-            )
-
-
 IS_FAIR = Rule(
     "the comparison is fair: the LSTM reaches a test perplexity of 100 or less", "test_perplexity of lstm <= 100"
 )
 
 
-def _best(arm: str, other: str, words: str) -> Rule:
-    """Bound the test perplexity of an arm, divided by that of another arm, if the comparison is fair."""
-    later = "the condition that the comparison is fair"
-    return Rule(
-        words, f"test_perplexity of {arm} / test_perplexity of {other} <= 0.97", condition=IS_FAIR, added_later=later
-    )
+def _fair(statement: str, formula: str) -> Rule:
+    return Rule(statement, formula, condition=IS_FAIR, added_later="the condition that the comparison is fair")
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = replace(
+    ON_WORDS,
     name="language-models",
     claim="a Transformer is a better language model than an LSTM",
     source="E, exercise 8.9; B §01",
@@ -227,12 +193,9 @@ EXPERIMENT = Experiment(
     default_arms=("transformer", "lstm"),
     measure=measure,
     needs=needs,
-    options=Options,
-    recipe="wikitext2",
+    options=LanguageModelOptions,
     changes=("train.eval_every=0.25", "train.save_every=0"),
     set_by_measure=("train.lr", "train.warmup"),
-    stand_in=("data.corpus=kjv", "tokenizer.kind=bpe", "tokenizer.vocab=4096", "model.vocab=4096"),
-    toy="text",
     smoke=(
         *(word for word in TEXT_SMOKE if not word.startswith(("model.heads", "model.hidden", "train.eval_every"))),
         "model.width=24",
@@ -242,30 +205,28 @@ EXPERIMENT = Experiment(
     budget="65 million words and about 29 million parameters for each model; in the arms whose name ends in -time as "
     "many steps as fit into 240 seconds, by a measurement before training; in those of the exercise 250,000 words and "
     "1.7 million parameters; learning rates from grids of six, each twice the one before, with a tenth of the tokens",
-    data="WikiText-2 by words, test split",
     columns=(
         *("test_perplexity", "perplexity_blocks", "perplexity_sliding", "perplexity_carried", "training_perplexity"),
         *("validation_loss", "lr", "steps", "tokens", "parameters", "seconds_training"),
     ),
     rules=(
         IS_FAIR,
-        _best("transformer", "lstm", "with equal tokens, the Transformer is at least 3 % better"),
-        _best("transformer-time", "lstm-time", "with equal time, the Transformer is at least 3 % better"),
-        Rule(
-            "exercise 8.9 as written: the Transformer has at least 3 % less training perplexity",
-            "training_perplexity of exercise-transformer / training_perplexity of exercise-lstm <= 0.97",
+        _fair(
+            "with equal tokens, the Transformer is at least 3 % better",
+            "test_perplexity of transformer / test_perplexity of lstm <= 0.97",
         ),
-        Rule(
-            "the models have as many parameters, within 2 %",
-            "0.98 <= parameters of lstm / parameters of transformer <= 1.02",
-            is_exact=True,
-            added_later="the lower bound",
+        _fair(
+            "with equal time, the Transformer is at least 3 % better",
+            "test_perplexity of transformer-time / test_perplexity of lstm-time <= 0.97",
         ),
-        Rule(
-            "the Transformer needs at least 3 % less time for the same number of tokens",
-            "seconds_training of transformer / seconds_training of lstm <= 0.97",
-            added_later="the rule",
-        ),
+        *read_rules("""
+            exercise 8.9 as written: the Transformer has at least 3 % less training perplexity
+                training_perplexity of exercise-transformer / training_perplexity of exercise-lstm <= 0.97
+            the models have as many parameters, within 2 %
+                0.98 <= parameters of lstm / parameters of transformer <= 1.02 [exact later: the lower bound]
+            the Transformer needs at least 3 % less time for the same number of tokens
+                seconds_training of transformer / seconds_training of lstm <= 0.97 [later: the rule]
+        """),
     ),
     reading="A best rate at an end of its grid (see the rows of the search) means that a better one may lie beyond. "
     "`test_perplexity` is that of the best way to use each model: sliding windows for the Transformer, the "

@@ -1,4 +1,4 @@
-"""The frame of experiments: trials are not repeated, results merge, and rules conclude only what numbers carry."""
+"""What all experiments share: trials are not repeated, results merge, and rules conclude only what numbers carry."""
 
 import json
 from dataclasses import replace
@@ -8,30 +8,32 @@ import pytest
 
 from monoblock.errors import ConfigError, FileError
 from monoblock.experiments.claims import Claim
-from monoblock.experiments.frame.report import Report, draw_report, format_mean, read_note, write_page
-from monoblock.experiments.frame.results import RESULTS_FILE, Result, read_results
-from monoblock.experiments.frame.rules import Rule, confidence_interval
-from monoblock.experiments.frame.runner import Request, count_hidden, plan_trials, run_trials, select_results
-from monoblock.experiments.frame.settings import trial_settings
-from monoblock.experiments.names import load_experiment
+from monoblock.experiments.library import load_experiment
+from monoblock.experiments.report import Report, draw_report, format_mean, read_note, write_page
+from monoblock.experiments.results import RESULTS_FILE, Result, read_results
+from monoblock.experiments.rules import Rule, confidence_interval
+from monoblock.experiments.runner import plan_trials, run_trials, select_results
 
 EXPERIMENT, MIXED = support.EXPERIMENT, support.MIXED
 
 
-def request_for(folder, *, more=(), jobs=1, overrides=(), **values):
-    return Request(folder=folder, values=values, jobs=jobs, overrides=overrides, more_results=more)
+def plan(folder, experiment=EXPERIMENT, *, more=(), overrides=(), **values):
+    return plan_trials(experiment, values, folder=folder, overrides=overrides, more_results=more)
 
 
-def run(folder, experiment=EXPERIMENT, **values):
+def run(folder, experiment=EXPERIMENT, *, jobs=1, **values):
     """Run the experiment; return its report and the trials that ran in this call."""
     folder.mkdir(exist_ok=True)
     log = folder / "ran.txt"
     before = log.read_text().splitlines() if log.exists() else []
-    request = request_for(folder, **values)
-    trials = plan_trials(experiment, request)
-    list(run_trials(experiment, trials, request))
+    trials = plan(folder, experiment, **values)
+    list(run_trials(trials, jobs))
     ran = (log.read_text().splitlines() if log.exists() else [])[len(before) :]
-    return Report(experiment, tuple(select_results(experiment, trials, request))), ran
+    return report_of(trials), ran
+
+
+def report_of(trials):
+    return Report(trials[0].experiment, tuple(select_results(trials)[0]))
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
@@ -46,7 +48,7 @@ def test_finished_trials_are_not_repeated_after_a_kill(tmp_path):
     report, ran = run(tmp_path)
     assert ran[0] == "same, seed 1", "the arms before it have lines of results"
     assert len(ran) == 7
-    assert {arm: sorted(seeds) for arm, seeds in report.by_seed().items()} == {a: [1, 2, 3] for a in support.LOSSES}
+    assert {arm: sorted(seeds) for arm, seeds in report.by_seed.items()} == {a: [1, 2, 3] for a in support.LOSSES}
     assert run(tmp_path)[1] == []
 
 
@@ -64,14 +66,13 @@ def test_a_last_line_without_an_end_is_not_lost(tmp_path):
     path.write_text(path.read_text().rstrip("\n"))
     report, ran = run(tmp_path, seeds="1,2")
     assert len(ran) == 3
-    assert {arm: sorted(seeds) for arm, seeds in report.by_seed().items()} == {arm: [1, 2] for arm in support.LOSSES}
+    assert {arm: sorted(seeds) for arm, seeds in report.by_seed.items()} == {arm: [1, 2] for arm in support.LOSSES}
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_a_trial_runs(tmp_path):
     (tmp_path / "file").touch()
-    request = request_for(tmp_path / "file" / "folder")
     with pytest.raises(FileError, match="folder cannot be written: Not a directory"):
-        list(run_trials(EXPERIMENT, plan_trials(EXPERIMENT, request), request))
+        list(run_trials(plan(tmp_path / "file" / "folder")))
 
 
 @pytest.mark.parametrize(
@@ -122,8 +123,7 @@ def test_results_that_differ_only_in_speed_are_the_same_trial():
 def test_a_run_with_other_settings_has_another_folder(tmp_path):
     """A model that was kept, or half trained when it was killed, is not taken for one with other settings."""
     one, other, same = (
-        plan_trials(EXPERIMENT, request_for(tmp_path, arms="old", seeds="1", **values))[0]
-        for values in ({}, {"offset": 1.0}, {"offset": 0.0})
+        plan(tmp_path, arms="old", seeds="1", **values)[0] for values in ({}, {"offset": 1.0}, {"offset": 0.0})
     )
     assert one.run_folder != other.run_folder
     assert one.run_folder == same.run_folder
@@ -153,8 +153,8 @@ def test_unknown_arms_options_and_seeds_are_errors(tmp_path):
         ({"seeds": "-1"}, "not between 0 and"),
     ):
         with pytest.raises(ConfigError, match=message):
-            plan_trials(EXPERIMENT, request_for(tmp_path, **values))
-    assert [trial.arm.name for trial in plan_trials(EXPERIMENT, request_for(tmp_path, arms="*e*", seeds=1))] == [
+            plan(tmp_path, **values)
+    assert [trial.arm.name for trial in plan(tmp_path, arms="*e*", seeds=1)] == [
         "new",
         "same",
     ]
@@ -164,8 +164,9 @@ def test_trials_that_differ_in_speed_are_the_same_unless_their_arm_trains_for_a_
     record = load_experiment("language-models")
 
     def keys(arm):
-        requests = [request_for(tmp_path, arms=arm, seeds=1, overrides=(f"train.compile={w}",)) for w in ("no", "yes")]
-        return {json.dumps(trial_settings(record, plan_trials(record, one)[0]).get("speed")) for one in requests}
+        changes = (f"train.compile={word}" for word in ("no", "yes"))
+        trials = [plan(tmp_path, record, arms=arm, seeds=1, overrides=(change,))[0] for change in changes]
+        return {json.dumps(trial.settings.get("speed")) for trial in trials}
 
     assert keys("lstm") == {"null"}
     assert len(keys("lstm-time")) == 2
@@ -173,9 +174,9 @@ def test_trials_that_differ_in_speed_are_the_same_unless_their_arm_trains_for_a_
 
 def test_a_device_that_is_not_there_is_an_error_before_a_trial_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    request = replace(request_for(tmp_path), overrides=("train.device=cuda",))
+    trials = [replace(trial, overrides=("train.device=cuda",)) for trial in plan(tmp_path)]
     with pytest.raises(ConfigError, match="torch finds no GPU"):
-        next(run_trials(EXPERIMENT, [], request))
+        next(run_trials(trials))
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
@@ -219,10 +220,7 @@ def test_a_rule_needs_its_condition():
     verdicts = [conclusion.verdict for conclusion in Report(experiment, rows).conclusions()]
     assert verdicts == ["contradicted", "inconclusive"]
     assert '"it is fair" is not confirmed' in Report(experiment, rows).conclusions()[1].sentence()
-    assert (
-        rule.conclude(results).apply_condition(fair.conclude({"a": {n: {"loss": 0.5} for n in range(3)}})).verdict
-        == "confirmed"
-    )
+    assert rule.conclude({**results, "a": {n: {"loss": 0.5} for n in range(3)}}).verdict == "confirmed"
 
 
 @pytest.mark.parametrize(
@@ -405,7 +403,7 @@ def test_a_page_names_what_a_call_changed():
     plain = support.make_result("old", 1, {"loss": 1.0})
     changed = replace(plain, settings={**plain.settings, "changes": ["train.steps=7"]})
     report = Report(EXPERIMENT, (changed,))
-    assert report.about()["overrides"] == ["train.steps=7"]
+    assert report.about["overrides"] == ["train.steps=7"]
     assert "The call changed the budget or the model: `train.steps=7`." in report.to_markdown()
     assert "The call changed" not in Report(EXPERIMENT, (plain,)).to_markdown()
 
@@ -414,18 +412,18 @@ def test_a_page_names_what_a_call_changed_also_if_a_smoke_run_or_a_stand_in_woul
     experiment = replace(support.STANDING_IN, changes=("train.steps=2000", "model.width=256"))
     called = ["model.width=16", "train.steps=3", "tokenizer.kind=bpe"]
     result = support.make_result("old", 1, {"loss": 1.0}, [*experiment.changes, *called])
-    assert sorted(Report(experiment, (result,)).about()["overrides"]) == sorted(called)
+    assert sorted(Report(experiment, (result,)).about["overrides"]) == sorted(called)
     smoke = {"changes": [*experiment.changes, *experiment.smoke, "model.depth=3"], "smoke": True}
-    assert Report(experiment, (replace(result, settings=smoke),)).about()["overrides"] == ["model.depth=3"]
+    assert Report(experiment, (replace(result, settings=smoke),)).about["overrides"] == ["model.depth=3"]
     stand_in = {"changes": [*experiment.changes, *experiment.stand_in, "model.depth=3"], "smoke": False}
-    assert Report(experiment, (replace(result, settings=stand_in),)).about()["overrides"] == ["model.depth=3"]
+    assert Report(experiment, (replace(result, settings=stand_in),)).about["overrides"] == ["model.depth=3"]
 
 
 def test_a_page_names_what_a_call_changed_also_if_another_arm_would():
     old, new, _ = EXPERIMENT.arms
     experiment = replace(EXPERIMENT, arms=(old, replace(new, changes=("model.depth=1",))))
     result = support.make_result("old", 1, {"loss": 1.0}, ["model.depth=1"])
-    assert Report(experiment, (result,)).about()["overrides"] == ["model.depth=1"]
+    assert Report(experiment, (result,)).about["overrides"] == ["model.depth=1"]
 
 
 def test_a_page_speaks_of_deviations_only_if_there_are_several_seeds():
@@ -446,87 +444,82 @@ def test_a_page_names_the_settings_of_arms_that_others_change():
 
 def test_arms_that_are_left_empty_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="arms= names no arm; the arms are old, new, same"):
-        plan_trials(EXPERIMENT, request_for(tmp_path, arms=""))
+        plan(tmp_path, arms="")
 
 
 def test_files_without_results_are_named(tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text("not a result\n")
-    request = request_for(tmp_path, more=(other,))
     with pytest.raises(ConfigError, match="has no results of"):
-        select_results(EXPERIMENT, plan_trials(EXPERIMENT, request), request)
+        select_results(plan(tmp_path, more=(other,)))
 
 
 def test_a_corpus_that_stands_in_is_named_before_the_first_trial(tmp_path):
-    request, experiment = request_for(tmp_path, seeds="1", arms="old"), support.STANDING_IN
+    call = {"experiment": support.STANDING_IN, "seeds": "1", "arms": "old"}
     notice = "The corpus wikitext2 is not there"
-    messages = list(run_trials(experiment, plan_trials(experiment, request), request))
+    messages = list(run_trials(plan(tmp_path, **call)))
     assert messages[0].startswith(notice)
     assert messages[0].endswith("the packaged corpus kjv stands in for it")
     assert not any(notice in message for message in messages[1:])
-    again = list(run_trials(experiment, plan_trials(experiment, request), request))
+    again = list(run_trials(plan(tmp_path, **call)))
     assert again == ["1 of 1 trials have results already"], "nothing is trained"
-    own = replace(request, overrides=("data.corpus=digits",))
-    assert not plan_trials(experiment, own)[0].stands_in, "the call names a corpus of its own"
+    assert not plan(tmp_path, **call, overrides=("data.corpus=digits",))[0].stands_in, (
+        "the call names a corpus of its own"
+    )
 
 
 def test_a_finished_call_leaves_no_empty_folders(tmp_path):
     run(tmp_path, seeds="1,2")
     assert not list(tmp_path.glob("work-*"))
-    request = replace(request_for(tmp_path, seeds="3", arms="old"), keep=True)
-    (trial,) = plan_trials(EXPERIMENT, request)
-    list(run_trials(EXPERIMENT, [trial], request))
+    trial = replace(plan(tmp_path, seeds="3", arms="old")[0], keep=True)
+    list(run_trials([trial]))
     assert trial.run_folder.is_dir(), "what is to be kept stays"
 
 
 def test_results_with_a_stand_in_are_counted_if_they_are_left_out(tmp_path):
     experiment = replace(EXPERIMENT, stand_in=("data.corpus=kjv",))
-    request = request_for(tmp_path)
-    trials = plan_trials(experiment, request)
-    settings = trial_settings(experiment, trials[0])
+    trials = plan(tmp_path, experiment)
+    settings = trials[0].settings
     real, other = (support.make_result("old", 1, {"loss": loss}) for loss in (1.0, 2.0))
     real = replace(real, settings=settings)
     other = replace(other, settings={**settings, "changes": [*settings["changes"], "data.corpus=kjv"]})
     path = tmp_path / RESULTS_FILE
     path.write_text(other.to_line() + "\n")
-    assert [result.metrics["loss"] for result in select_results(experiment, trials, request)] == [2.0]
-    assert count_hidden(experiment, trials, request) == 0
+    found, hidden = select_results(trials)
+    assert ([result.metrics["loss"] for result in found], hidden) == ([2.0], 0)
     path.write_text(f"{other.to_line()}\n{real.to_line()}\n")
-    assert [result.metrics["loss"] for result in select_results(experiment, trials, request)] == [1.0]
-    assert count_hidden(experiment, trials, request) == 1
+    found, hidden = select_results(trials)
+    assert ([result.metrics["loss"] for result in found], hidden) == ([1.0], 1)
 
 
 # -- arms that use no recipe ------------------------------------------------------------------------------------------
 
 
 def test_an_arm_that_reads_no_corpus_needs_no_stand_in(tmp_path):
-    request = request_for(tmp_path, arms="old", seeds="1")
-    trials = plan_trials(MIXED, request)
-    assert not any("stands in" in message for message in run_trials(MIXED, trials, request))
-    assert Report(MIXED, tuple(select_results(MIXED, trials, request))).about()["stand_in"] is None
-    request = request_for(tmp_path, arms="old,new", seeds="1")
-    trials = plan_trials(MIXED, request)
-    messages = list(run_trials(MIXED, trials, request))
+    trials = plan(tmp_path, MIXED, arms="old", seeds="1")
+    assert not any("stands in" in message for message in run_trials(trials))
+    assert report_of(trials).about["stand_in"] is None
+    trials = plan(tmp_path, MIXED, arms="old,new", seeds="1")
+    messages = list(run_trials(trials))
     assert messages[0] == "1 of 2 trials have results already", "its results hold for both corpora"
     assert messages[1].endswith("the packaged corpus kjv stands in for it")
-    results = select_results(MIXED, trials, request)
+    results, hidden = select_results(trials)
     assert {result.arm for result in results} == {"old", "new"}
-    assert count_hidden(MIXED, trials, request) == 0
-    assert Report(MIXED, tuple(results)).about()["stand_in"] == "kjv"
+    assert hidden == 0
+    assert report_of(trials).about["stand_in"] == "kjv"
 
 
 def test_results_with_the_corpus_are_preferred_beside_an_arm_that_reads_none(tmp_path):
-    request = request_for(tmp_path, arms="old,new", seeds="1")
-    trials = plan_trials(MIXED, request)
-    list(run_trials(MIXED, trials, request))
-    real = next(result for result in select_results(MIXED, trials, request) if result.arm == "new")
+    trials = plan(tmp_path, MIXED, arms="old,new", seeds="1")
+    list(run_trials(trials))
+    real = next(result for result in select_results(trials)[0] if result.arm == "new")
     changes = [change for change in real.settings["changes"] if change not in MIXED.stand_in]
     real = replace(real, settings={**real.settings, "changes": changes}, metrics={"loss": 7.0})
     with (tmp_path / RESULTS_FILE).open("a") as file:
         file.write(real.to_line() + "\n")
-    losses = {result.arm: result.metrics["loss"] for result in select_results(MIXED, trials, request)}
-    assert losses == {"old": 3.0, "new": 7.0}
-    assert count_hidden(MIXED, trials, request) == 1
+    results, hidden = select_results(trials)
+    assert {result.arm: result.metrics["loss"] for result in results} == {"old": 3.0, "new": 7.0}
+    assert hidden == 1
 
 
 @pytest.mark.parametrize(
@@ -540,9 +533,7 @@ def test_results_with_the_corpus_are_preferred_beside_an_arm_that_reads_none(tmp
 def test_an_override_without_effect_is_refused(tmp_path, override, message):
     arms = "old" if "depth" in override else "new"
     with pytest.raises(ConfigError, match=message):
-        plan_trials(
-            replace(MIXED, set_by_measure=("train.lr",)), request_for(tmp_path, arms=arms, overrides=(override,))
-        )
+        plan(tmp_path, replace(MIXED, set_by_measure=("train.lr",)), arms=arms, overrides=(override,))
 
 
 def test_an_arm_that_cannot_be_compared_is_in_the_table_and_not_in_the_plot():
