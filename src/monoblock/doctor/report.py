@@ -35,6 +35,10 @@ class Finding:
     explains: tuple[str, ...] = ()  # findings of further checks that have the same cause
 
     @property
+    def docs(self) -> str:
+        return f"docs/doctor.md#{self.check}"
+
+    @property
     def heading(self) -> str:
         return f"{WORDS[self.verdict]}  {self.check}{f': {self.title}' if self.title else ''}"
 
@@ -42,7 +46,7 @@ class Finding:
         """Return the lines of the report below the heading."""
         values = {name: f"{v:.3g}" if isinstance(v, float) else str(v) for name, v in self.evidence.items()}
         evidence = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
-        return {"evidence": evidence, "reason": self.reason, "fix": self.fix, "read": f"docs/doctor.md#{self.check}"}
+        return {"evidence": evidence, "reason": self.reason, "fix": self.fix, "read": self.docs}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -51,7 +55,7 @@ class Finding:
             "evidence": dict(self.evidence),
             "reason": self.reason,
             "fix": self.fix,
-            "docs": f"docs/doctor.md#{self.check}",
+            "docs": self.docs,
         }
 
 
