@@ -6,11 +6,14 @@ A fresh interpreter computes for several seconds until it has.  Tests of the sta
 import multiprocessing
 import multiprocessing.connection
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 # What a training run imports at the latest in its first step.
 PRELOADED = ["monoblock.cli.train", "monoblock.cli.training_run", "monoblock.runs.train", "torch._dynamo"]
@@ -23,13 +26,15 @@ class Process:
     """A process that calls function(*arguments), with the interface of subprocess.Popen.
 
     function: one of a module, because it is pickled by its name; it returns the exit code, or None for 0.
-    log: the file for whatever the process prints.
+    log: the file for whatever the process prints; `errors`, for what it prints as errors, if that is another file.
     environment: variables in addition to those of this process.
+    cwd: the folder in which it runs.
     """
 
-    def __init__(self, function, *arguments, log, environment=None):
+    def __init__(self, function, *arguments, log, errors=None, environment=None, cwd="."):
         variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
-        self._process = _context.Process(target=_run, args=(function, arguments, str(log), variables))
+        files = (str(log), str(errors or log))
+        self._process = _context.Process(target=_run, args=(function, arguments, files, variables, str(cwd)))
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # read when the first process imports torch
         try:
@@ -55,18 +60,52 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(function, arguments, log, variables):
+def _run(function, arguments, files, variables, cwd):
     """Make a fork look like a process that a shell has started in a session of its own."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in processes in the background
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
+    for stream, path in enumerate(files, 1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(file, stream)
-    os.close(file)
+        os.close(file)
     sys.stdout.reconfigure(line_buffering=True)
     os.environ.clear()
     os.environ.update(variables)
+    os.chdir(cwd)
     sys.exit(function(*arguments))
+
+
+def run(function, *arguments, timeout=600, **options):
+    """Call function(*arguments) in a process, as subprocess.run does; return its exit code and what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("out", "err")]
+        process = Process(function, *arguments, log=files[0], errors=files[1], **options)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(function, code, *(file.read_text() for file in files))
+
+
+def run_script(path, *words, **options):
+    """Run a Python file with the words of a command line, as `python PATH WORD …` does."""
+    return run(_run_path, str(path), [str(word) for word in words], **options)
+
+
+def _run_path(path, words):
+    sys.argv = [path, *words]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+def run_code(code, *words, **options):
+    """Run code, as `python -c CODE WORD …` does."""
+    return run(_execute, code, [str(word) for word in words], **options)
+
+
+def _execute(code, words):
+    sys.argv = ["-c", *words]
+    exec(code, {"__name__": "__main__"})
 
 
 def run_ranks(function, folder, processes):

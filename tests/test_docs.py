@@ -3,15 +3,13 @@
 import ast
 import functools
 import itertools
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_code
 from support import random_pixels, random_tokens
 
 import monoblock as mb
@@ -88,9 +86,8 @@ def test_the_code_of_the_readme_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
     assert blocks
     for block in blocks:
-        subprocess.run(
-            [sys.executable, "-c", block], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": SOURCE}
-        )
+        done = run_code(block, cwd=tmp_path, environment={"PYTHONPATH": SOURCE})
+        assert done.returncode == 0, done.stderr
 
 
 def listed_names(chapter):

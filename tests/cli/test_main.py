@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import click
+import processes
 import pytest
 
 from monoblock.cli import env, ls, main, output
@@ -363,7 +364,8 @@ def test_a_narrow_terminal_folds_text_but_never_numbers(capsys, monkeypatch):
 
 def test_account_measures_a_forward_pass_by_component():
     arguments = ["account", "gpt-tiny", "depth=2", "--length", "16", "--measure", "--json"]
-    result = subprocess.run([sys.executable, "-m", "monoblock", *arguments], capture_output=True, text=True, check=True)
+    result = processes.run(run, arguments)
+    assert result.returncode == 0, result.stderr
     parts = json.loads(result.stdout)["measured"]["parts"]
     assert {"input", "decoder.attention", "decoder.feedforward", "decoder.norm", "head", "rest", "total"} <= set(parts)
     assert all(part["seconds"] > 0 for name, part in parts.items() if name != "rest")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import run_script
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
@@ -36,10 +37,7 @@ def test_there_are_twelve_notebooks_numbered_from_1():
 
 @pytest.mark.parametrize("path", cases)
 def test_every_cell_runs(path, tmp_path):
-    command = [sys.executable, str(FOLDER / "execute.py"), "--one", str(path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    options = {"capture_output": True, "text": True, "timeout": 600}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, **options)
+    result = run_script(FOLDER / "execute.py", "--one", path, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
 
 

@@ -1,12 +1,11 @@
 """Malformed and hostile files (malformed_files.py) end in a one-line error; nothing is run and nothing else is read."""
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from processes import run_script
 
 import monoblock as mb
 from monoblock.interop.huggingface.export import export_hf
@@ -20,8 +19,7 @@ MAX_MEGABYTES = 256  # beyond what reading valid files takes
 
 def test_a_malformed_file_is_a_one_line_error_soon_and_nothing_is_run_or_read_elsewhere(tmp_path):
     program = Path(__file__).parents[1] / "malformed_files.py"
-    command = [sys.executable, str(program), str(tmp_path.resolve())]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    process = run_script(program, tmp_path.resolve())
     assert process.returncode == 0, process.stderr[-2000:]
     report = json.loads(process.stdout)
     results = report["results"]

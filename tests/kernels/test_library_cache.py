@@ -2,14 +2,12 @@
 
 import os
 import stat
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from processes import run_code
 
-import monoblock as mb
 from monoblock.data.corpora import load
 from monoblock.kernels.cpu import library
 from monoblock.training import resume_state
@@ -141,10 +139,7 @@ cp {library} "$2"
 
 
 def load_in_another_process(**environment):
-    paths = [str(Path(mb.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
-    command = [sys.executable, "-c", LOAD]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_code(LOAD, environment=environment, timeout=300)
     assert done.returncode == 0, (done.returncode, done.stderr)
     return done.stdout.strip()
 
@@ -189,9 +184,7 @@ def test_several_threads_load_the_kernels_once(compiler, tmp_path):
         "def load(_):\n    barrier.wait()\n    return library.load_kernels().is_ready\n"
         "print(list(ThreadPoolExecutor(8).map(load, range(8))) == [True] * 8)"
     )
-    paths = [str(Path(mb.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **compiler}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    done = run_code(script, environment=compiler, timeout=300)
     assert done.stdout.strip() == "True", done.stderr
     assert (tmp_path / "log").read_text() == "built\n"
 

@@ -2,16 +2,13 @@
 
 import fnmatch
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from operator_cases import CASES, block_fields, native_stack, norm_fields, paged_pass, stack
+from processes import run_script
 
-import monoblock as mb
 from monoblock.kernels.cpu import library
 
 TIMEOUT = 600  # seconds for what takes about thirty, so that a call that hangs fails
@@ -93,15 +90,7 @@ def compiled():
 @pytest.fixture(scope="module")
 def outcomes():
     """The outcome of every call: "" or the error.  A crash ends the process, and the last line names the call."""
-    paths = [str(Path(mb.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    script = Path(__file__).parents[1] / "operator_cases.py"
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    done = run_script(Path(__file__).parents[1] / "operator_cases.py", timeout=TIMEOUT)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, (lines[-1:], done.stderr[-500:])
     return {(case, argument, variant): outcome for case, argument, variant, outcome in map(json.loads, lines)}

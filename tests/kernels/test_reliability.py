@@ -1,11 +1,9 @@
 """Small forms of benchmarks/reliability: random wrong arguments of the operators, and threads that share a model."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 import monoblock as mb
@@ -18,9 +16,8 @@ TIMEOUT = 600  # seconds for what takes about ten, so that a hang fails
 def run_script(name, *words):
     if not library.load_kernels().is_ready:
         pytest.skip(library.load_kernels().reason)
-    environment = os.environ | {"PYTHONPATH": str(Path(mb.__file__).parents[1])}
-    command = [sys.executable, str(SCRIPTS / name), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    source = str(Path(mb.__file__).parents[1])  # of the processes that the script starts
+    done = processes.run_script(SCRIPTS / name, *words, environment={"PYTHONPATH": source}, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 

@@ -1,13 +1,10 @@
 """Errors in the threads of a kernel reach Python: none ends the process, and no thread waits for one that failed."""
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from processes import run_code
 
-import monoblock as mb
 from monoblock.kernels.cpu import library
 
 TIMEOUT = 600  # seconds, so that a deadlock fails
@@ -88,14 +85,7 @@ def compiled():
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_memory_that_cannot_be_allocated_is_an_error_of_python(threads):
-    folders = [str(Path(__file__).parents[1]), str(Path(mb.__file__).parents[1])]
-    done = subprocess.run(
-        [sys.executable, "-c", MANY_TOKENS, str(threads)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    done = run_code(MANY_TOKENS, threads, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr[-500:]
     assert [line.partition(": ")[2] for line in done.stdout.splitlines()] == ["std::bad_alloc"] * 3
 

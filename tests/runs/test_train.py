@@ -3,10 +3,10 @@
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -39,8 +39,10 @@ def recipe(tmp_path):
 
 def run_example(name, *arguments, code=None):
     """Run an example in a process of its own, or code that imports it."""
-    words = [sys.executable, str(EXAMPLES / name)] if code is None else [sys.executable, "-c", code]
-    done = subprocess.run([*words, *map(str, arguments)], capture_output=True, text=True, cwd=EXAMPLES, check=False)
+    if code is None:
+        done = processes.run_script(EXAMPLES / name, *arguments, cwd=EXAMPLES)
+    else:
+        done = processes.run_code(code, *arguments, cwd=EXAMPLES)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
