@@ -25,15 +25,20 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+@functools.cache  # no operator changes it, and quantizing it again takes longer than most calls
+def packed(rows: int, columns: int, bits: int) -> tuple[Tensor | None, ...]:
+    return tuple(pack(draw(rows, columns), bits, 32))
+
+
 # -- correct calls ----------------------------------------------------------------------------------------------------
 
 
 def linear(bits: int, columns: int = 96) -> Arguments:
-    weight = draw(23, columns - 13 if bits < 32 else columns)
-    x, bias = draw(3, weight.shape[1]), draw(23)
+    inputs = columns - 13 if bits < 32 else columns
+    x, bias = draw(3, inputs), draw(23)
     if bits == 32:
-        return {"x": x, "weight": weight, "bias": bias}
-    parts = zip(("weight", "scale", "least"), pack(weight, bits, 32), strict=True)
+        return {"x": x, "weight": draw(23, inputs), "bias": bias}
+    parts = zip(("weight", "scale", "least"), packed(23, inputs, bits), strict=True)
     return {"x": x} | {name: t for name, t in parts if t is not None} | {"bias": bias, "activation_bits": 8}
 
 
@@ -43,8 +48,7 @@ def norm_fields(name: str, size: int = D) -> Arguments:
 
 
 def matrix_fields(name: str, rows: int, columns: int, bits: int = 32) -> Arguments:
-    weight = draw(rows, columns)
-    parts = (weight,) if bits == 32 else pack(weight, bits, 32)
+    parts = (draw(rows, columns),) if bits == 32 else packed(rows, columns, bits)
     stored = dict(zip(("weight", "scale", "least"), parts, strict=False))
     fields = {f"{name}.{part}": t for part, t in stored.items() if t is not None} | {f"{name}.bias": draw(rows)}
     return fields | ({} if bits == 32 else {f"{name}.activation_bits": 16})

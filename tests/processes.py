@@ -108,6 +108,11 @@ def _execute(code, words):
     exec(code, {"__name__": "__main__"})
 
 
+def spawn_quickly(monkeypatch):
+    """Let multiprocessing start its processes in this way too, where it would start a fresh interpreter for each."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: _context)
+
+
 def run_ranks(function, folder, processes):
     """Call function(folder) in several processes, with the variables that torchrun sets for each."""
     with socket.socket() as listener:

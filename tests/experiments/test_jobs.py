@@ -8,10 +8,16 @@ import sys
 import time
 from pathlib import Path
 
+import processes
 import pytest
 
 from monoblock.errors import ConfigError, InputError
 from monoblock.experiments.jobs import Job, run_jobs
+
+
+@pytest.fixture
+def quick_start(monkeypatch):
+    processes.spawn_quickly(monkeypatch)
 
 
 def write_file(folder, name, *dependencies):
@@ -45,13 +51,13 @@ def end_process():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_process_is_one_line():
+def test_a_killed_process_is_one_line(quick_start):
     with pytest.raises(ConfigError, match=r"a process ended without a result.*the same command goes on"):
         list(run_jobs([Job("killed", end_process, ())], 2))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_failed_job_stops_only_those_that_depend_on_it(tmp_path, processes):
+def test_a_failed_job_stops_only_those_that_depend_on_it(quick_start, tmp_path, processes):
     jobs = [
         Job("bad", fail, (tmp_path,)),
         Job("after", write_file, (tmp_path, "after"), ("bad",)),
@@ -69,7 +75,7 @@ def wait_for_file(path):
         time.sleep(0.01)
 
 
-def test_messages_of_other_processes_arrive_while_their_jobs_run(tmp_path):
+def test_messages_of_other_processes_arrive_while_their_jobs_run(quick_start, tmp_path):
     go_on = tmp_path / "go on"
     messages = run_jobs([Job("one", wait_for_file, (go_on,))], 2)
     assert next(messages) == "waiting"
@@ -83,7 +89,7 @@ def write_late(folder, name):
     (folder / name).write_text(name)
 
 
-def test_jobs_that_run_are_not_waited_for_after_an_interrupt(tmp_path):
+def test_jobs_that_run_are_not_waited_for_after_an_interrupt(quick_start, tmp_path):
     messages = run_jobs([Job(name, write_late, (tmp_path, name)) for name in ("one", "two")], 2)
     assert next(messages) == "started"
     with pytest.raises(KeyboardInterrupt):

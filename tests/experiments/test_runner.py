@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import experiment_support as support
+import processes
 import pytest
 
 from monoblock.errors import ConfigError, FileError
@@ -137,7 +138,8 @@ def test_arms_run_in_several_processes_after_what_they_share(tmp_path):
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_trials_that_another_needs_run_first(tmp_path, jobs):
+def test_trials_that_another_needs_run_first(tmp_path, jobs, monkeypatch):
+    processes.spawn_quickly(monkeypatch)
     report, ran = run(tmp_path, support.DEPENDENT, arms="new", seeds="1", jobs=jobs)
     assert ran == ["old, seed 2", "new, seed 1"]
     assert report.values("new", "loss") == [3.1]

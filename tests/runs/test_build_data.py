@@ -202,7 +202,7 @@ def test_a_masked_lm_head_added_to_a_preset_is_that_of_bert():
     assert vary(bert(**sizes, head="masked_lm"), head="pooled") == bert(**sizes)
 
 
-@pytest.mark.parametrize("model", [{"preset": "vit-b16", "patch": 2}, {"family": "vit", "patch": 2}])
+@pytest.mark.parametrize("model", [{"preset": "vit-b16", "patch": 32}, {"family": "vit", "patch": 2}])
 def test_a_preset_trains_on_images_like_a_family(model, tmp_path):
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "train.npz", images=rng.random((13, 8, 8), np.float32), labels=np.arange(13) % 3)
