@@ -27,7 +27,7 @@ from _report import commit, write_section
 
 import monoblock as mb
 from monoblock.bench.generation import DEFAULT_RUNNERS, measure_runners
-from monoblock.cli.bench import print_report
+from monoblock.cli.machine import print_report
 from monoblock.inference.engine import Engine
 from monoblock.inference.settings import Settings
 from monoblock.inference.speculative import make_self_draft

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from monoblock.accounting.parallel import pipeline_size, tensor_size
-from monoblock.cli.train import join_processes
+from monoblock.cli.training import join_processes
 from monoblock.parallel.world import arrange_processes
 from monoblock.runs.recipe import read_recipe
 from monoblock.runs.train import prepare_run

@@ -80,7 +80,7 @@ of a model on the Hugging Face Hub. The listings of `monoblock ls` are also on t
 def build_cli_page() -> str:
     context = click.Context(cli, info_name="monoblock")
     overview = table(
-        ("command", "what it does"), [(f"[`{name}`](#monoblock-{name})", about) for name, about in VERBS.items()]
+        ("command", "what it does"), [(f"[`{name}`](#monoblock-{name})", about) for name, (_, about) in VERBS.items()]
     )
     parts = [CLI_INTRODUCTION, overview]
     for name in VERBS:

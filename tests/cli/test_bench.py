@@ -12,7 +12,7 @@ import torch
 import monoblock as mb
 from monoblock.bench import generation, startup, suite, training, translation
 from monoblock.bench.generation import RUNNERS, BenchSetup, RunnerUnavailable, export_for_peers
-from monoblock.cli import bench
+from monoblock.cli import machine
 from monoblock.cli.main import run
 
 ON_CPU = ["--device", "cpu", "--dtype", "fp32"]
@@ -204,17 +204,17 @@ def test_a_page_names_the_commit_only_if_the_program_is_tracked(tmp_path, monkey
 
     program = tmp_path / "bench.py"
     program.write_text("")
-    monkeypatch.setattr(bench, "__file__", str(program))
-    assert bench._commit() is None, "there is no repository"
+    monkeypatch.setattr(machine, "__file__", str(program))
+    assert machine._commit() is None, "there is no repository"
     git("init")
-    assert bench._commit() is None, "the repository is somebody else's"
+    assert machine._commit() is None, "the repository is somebody else's"
     git("add", "bench.py")
     git("commit", "-m", "first")
     commit = git("rev-parse", "--short", "HEAD").stdout.strip()
-    assert bench._commit() == commit
-    assert bench._describe_run().endswith(f", commit {commit}")
+    assert machine._commit() == commit
+    assert machine._describe_run().endswith(f", commit {commit}")
     program.write_text("changed")
-    assert bench._commit() == f"{commit}-dirty"
+    assert machine._commit() == f"{commit}-dirty"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from monoblock.cli import training_run
+from monoblock.cli import training
 from monoblock.cli.main import run
 from monoblock.training import checkpoint
 from monoblock.training.interrupt import StopRequest
@@ -19,7 +19,7 @@ def test_an_interrupted_demo_names_the_demo_that_continues_it(tmp_path, monkeypa
     def interrupted(*_):
         yield stop
 
-    monkeypatch.setattr(training_run, "stop_on_interrupt", interrupted)
+    monkeypatch.setattr(training, "stop_on_interrupt", interrupted)
     folder = tmp_path / "demo-1"
     for words in (["demo", "--out", str(tmp_path)], ["demo", "--resume", str(folder)]):
         assert run(words) == 130

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from monoblock import untrusted_files
-from monoblock.cli.lines import read_lines
 from monoblock.cli.main import run
+from monoblock.cli.text import read_lines
 from monoblock.errors import FileError
 
 RECIPE = """

@@ -13,7 +13,7 @@ import click
 import processes
 import pytest
 
-from monoblock.cli import env, ls, main, output
+from monoblock.cli import ls, machine, main, output
 from monoblock.cli.main import VERBS, run
 from monoblock.config.presets import PRESETS
 from monoblock.errors import ConfigError, FileError
@@ -33,7 +33,7 @@ def verb(monkeypatch):
                 return function()
 
         module = SimpleNamespace(Probe=dataclass(Probe))
-        monkeypatch.setitem(VERBS, "probe", "A verb for the tests.")
+        monkeypatch.setitem(VERBS, "probe", ("probe", "A verb for the tests."))
         monkeypatch.setattr(main, "import_module", lambda name: module)
 
     return register
@@ -296,7 +296,7 @@ def test_env_prints_the_same_as_text(capsys):
 
 
 def test_env_reports_missing_packages():
-    assert env._package_version("no-such-package-anywhere") is None
+    assert machine.package_version("no-such-package-anywhere") is None
 
 
 # -- numbers and tables

@@ -294,7 +294,7 @@ def test_a_label_not_seen_in_training_is_an_error(tagger, classifier, vision_mod
         in run_verb(["evaluate", classifier, tmp_path / "a.tsv", "--split", "all"])[2]
     )
     np.savez(tmp_path / "a.npz", images=pixels["images"][:1], labels=np.array([9]))
-    assert "the label 9 was not seen" in run_verb(["evaluate", vision_model, tmp_path / "a.npz", "--split", "all"])[2]
+    assert "the label '9' was not seen" in run_verb(["evaluate", vision_model, tmp_path / "a.npz", "--split", "all"])[2]
     (tmp_path / "b.conll").write_text("the O\ncat\n")
     assert "b.conll, line 2: 1 column" in run_verb(["evaluate", tagger, tmp_path / "b.conll", "--split", "all"])[2]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from monoblock.cli.main import run
-from monoblock.cli.training_run import print_resume_command
+from monoblock.cli.training import print_resume_command
 from monoblock.runs.recipe import read_recipe
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.events import read_metrics

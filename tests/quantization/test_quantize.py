@@ -24,7 +24,7 @@ from torch import nn
 import monoblock as mb
 from monoblock.accounting.decoding import decoding_cost
 from monoblock.cli.main import run
-from monoblock.cli.quantize import measure_loss, state_dict_bytes
+from monoblock.cli.models import measure_loss, state_dict_bytes
 from monoblock.config.model import ModelConfig, QuantizeConfig
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.quantization.convert import quantizable_matrices, stored_dtypes
@@ -291,7 +291,7 @@ def test_loss_is_the_mean_over_every_token_but_the_first():
         window = ids[start : start + context + 1]
         logits = model(window[None, :-1])[0].double().log_softmax(-1)
         total -= float(logits[torch.arange(len(window) - 1), window[1:]].sum())
-    loss, count = measure_loss(model, [ids.tolist()], len(ids), lambda done: None)
+    loss, count = measure_loss(model, [ids.tolist()], len(ids), lambda count: None)
     assert count == len(ids) - 1
     assert loss == pytest.approx(total / count, rel=1e-5)
     assert state_dict_bytes(model) == sum(4 * weight.numel() for weight in model.parameters())
@@ -319,7 +319,7 @@ def test_the_command_writes_a_folder_and_reports_bytes_and_perplexity(folder, ca
     model, quantized = (mb.Transformer.from_pretrained(path).eval() for path in (folder / "model", out))
     documents = [mb.Tokenizer.from_pretrained(out).encode("a bcd ef. " * 31)]
     assert report["bytes"] == {"before": state_dict_bytes(model), "after": state_dict_bytes(quantized)}
-    before, after = (measure_loss(one, documents, 1000, lambda done: None)[0] for one in (model, quantized))
+    before, after = (measure_loss(one, documents, 1000, lambda count: None)[0] for one in (model, quantized))
     assert report["perplexity_loss"] == pytest.approx(math.exp(after - before) - 1, rel=1e-6)
     assert quantized.config.quantize == QuantizeConfig(bits=4, group=32, activation_bits=8)
     assert report["activation_bits"] == 8

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from monoblock.cli.account_report import print_shares
+from monoblock.cli.account import print_shares
 from monoblock.cli.output import echo, format_count, print_json, print_table, report
 from monoblock.cli.verb import json_option, option
 from monoblock.errors import ConfigError, FileError
@@ -88,7 +88,7 @@ def _draw_overview(path: Path, as_json: bool) -> None:
 
 
 def _train_demo(folder: Path, seed: int, *, resume: bool) -> dict[str, Any]:
-    from monoblock.cli.training_run import print_continuation, run_training
+    from monoblock.cli.training import print_continuation, run_training
     from monoblock.parallel.world import SINGLE_PROCESS
     from monoblock.recipes.parse import recipe_path
     from monoblock.runs.account import account
@@ -96,11 +96,10 @@ def _train_demo(folder: Path, seed: int, *, resume: bool) -> dict[str, Any]:
     from monoblock.runs.recipe import read_recipe
 
     recipe = read_recipe(recipe_path(folder)) if resume else read_recipe("demo", [f"train.seed={seed}"])
-    options = {"resume": resume, "tensorboard": False}
-    run, last, interrupted_code = run_training(recipe, folder, None, SINGLE_PROCESS, options)
-    if last.interrupted:
+    run, last, code = run_training(recipe, folder, None, SINGLE_PROCESS, resume=resume)
+    if code is not None:
         print_continuation(folder, last.step, ["demo", "--resume", str(folder)])
-        raise click.exceptions.Exit(interrupted_code)
+        raise click.exceptions.Exit(code)
     model_account = account(run.model)
     findings = diagnose(folder)
     return {

@@ -10,20 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from monoblock.cli.model_options import (
     ONE_TARGET,
+    ModelVerb,
     decoding_options,
-    device_option,
-    dtype_option,
     ensemble_option,
-    force_option,
     interpolate_option,
     join_processes,
-    load_pipeline,
     nproc_option,
     resolve_settings,
-    set_image_size,
 )
 from monoblock.cli.output import echo, print_json, print_table, suggest_next
-from monoblock.cli.verb import argument, data_folder_option, json_option, option, resolve_data_folder
+from monoblock.cli.verb import argument, data_folder_option, option, resolve_data_folder
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.metrics.table import format_cell, format_change, format_metric, is_fraction
 
@@ -41,14 +37,25 @@ class Bound(NamedTuple):
     value: float
     is_lower: bool
 
+    @classmethod
+    def parse(cls, text: str, *, is_lower: bool) -> Bound:
+        name, _, number = text.partition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            raise ConfigError(f"{text!r} is not a bound; write METRIC=NUMBER, as in bleu=38") from None
+        if is_fraction(name) and not 0 <= value <= 1:
+            fraction = value / 100 if 1 < value <= 100 else 0.9
+            raise ConfigError(f"{name} is a fraction from 0 to 1; write {name}={fraction:g}")
+        return cls(name, value, is_lower)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class Evaluate(ModelVerb):
     """Evaluate MODEL on DATA: a corpus from `monoblock ls corpora`, a file or a folder. The metrics depend on the task
     of the model: perplexity, BLEU, accuracy, F1 and others.
     """
 
-    model: str = argument()
     data: str = argument()
     decoding: dict[str, Any] = decoding_options(ONE_TARGET)
     split: Literal["train", "valid", "test", "all"] | None = option(
@@ -100,20 +107,13 @@ class Evaluate:
     )
     folder: Path | None = data_folder_option()
     ensemble: tuple[str, ...] = ensemble_option()
-    device: str | None = device_option()
-    dtype: str | None = dtype_option()
-    force: bool = force_option()
     nproc: int = nproc_option()
-    as_json: bool = json_option()
 
     def run(self) -> int | None:
-        bounds = [_parse_bound(text, is_lower=True) for text in self.at_least]
-        bounds += [_parse_bound(text, is_lower=False) for text in self.at_most]
+        bounds = [Bound.parse(text, is_lower=True) for text in self.at_least]
+        bounds += [Bound.parse(text, is_lower=False) for text in self.at_most]
         with join_processes(self.nproc, self.device) as world:
-            pipe = load_pipeline(
-                self.model, self.device, self.dtype, force=self.force, ensemble=self.ensemble, world=world
-            )
-            pipe = set_image_size(pipe, self.interpolate)
+            pipe = self.load(ensemble=self.ensemble, world=world, interpolate=self.interpolate)
             self._check_options(pipe)
             start = time.perf_counter()
             evaluation = self._evaluate(pipe)
@@ -149,9 +149,8 @@ class Evaluate:
         values = {
             field.name: getattr(self, field.name) for field in fields(EvaluationRequest) if hasattr(self, field.name)
         }
-        values["folder"] = resolve_data_folder(self.folder)
-        values["rescore"] = self.rescore or self.save_words is not None
-        request = EvaluationRequest(**values | {"options": self.decoding})
+        values |= {"folder": resolve_data_folder(self.folder), "options": self.decoding}
+        request = EvaluationRequest(**values | {"rescore": self.rescore or self.save_words is not None})
         return evaluate_request(pipe, request) if self.shots is None else self._evaluate_few_shot(pipe, request)
 
     def _evaluate_few_shot(self, pipe: Pipeline, request: EvaluationRequest) -> Evaluation:
@@ -218,18 +217,6 @@ def _print_report(evaluation: Evaluation, seconds: float, as_json: bool) -> None
     for sample in evaluation.samples:
         echo(f"\n  source     {sample['source']}")
         echo(f"  reference  {sample['reference']}\n  hypothesis {sample['hypothesis']}")
-
-
-def _parse_bound(text: str, *, is_lower: bool) -> Bound:
-    name, _, number = text.partition("=")
-    try:
-        value = float(number)
-    except ValueError:
-        raise ConfigError(f"{text!r} is not a bound; write METRIC=NUMBER, as in bleu=38") from None
-    if is_fraction(name) and not 0 <= value <= 1:
-        fraction = value / 100 if 1 < value <= 100 else 0.9
-        raise ConfigError(f"{name} is a fraction from 0 to 1; write {name}={fraction:g}")
-    return Bound(name, value, is_lower)
 
 
 def _failed_bounds(metrics: dict[str, Any], bounds: list[Bound]) -> list[str]:

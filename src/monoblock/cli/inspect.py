@@ -7,15 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from monoblock.cli.model_options import (
-    device_option,
-    force_option,
-    interpolate_option,
-    load_pipeline,
-    set_image_size,
-)
+from monoblock.cli.model_options import ModelVerb, interpolate_option
 from monoblock.cli.output import echo, print_json, print_table, suggest_next
-from monoblock.cli.verb import argument, data_folder_option, json_option, option, resolve_data_folder
+from monoblock.cli.verb import argument, data_folder_option, option, resolve_data_folder
 from monoblock.errors import ConfigError, FileError, did_you_mean
 
 if TYPE_CHECKING:
@@ -30,7 +24,7 @@ HTML_SUFFIXES = (".html", ".htm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspect:
+class Inspect(ModelVerb):
     """Draw what MODEL does with TEXT: attention of every head, which heads are local, the logit lens, norms and
     gradients by depth, positions, masks and parameters. An HTML page has everything; a PNG, SVG or PDF file has the
     pictures of one part. For a vision model, TEXT is the path of an image.
@@ -49,7 +43,6 @@ class Inspect:
     probes:       what a linear classifier reads from each layer: --probe DATA
     """
 
-    model: str = argument()
     text: str | None = argument(None)
     target: str | None = option("Encoder-decoder: the target text.  [default: what the model generates]")
     show: tuple[str, ...] = option(
@@ -69,10 +62,7 @@ class Inspect:
         "HTML, PNG, SVG or PDF file to write.  [default: inspect.html; with --json, none]", path="file"
     )
     interpolate: int | None = interpolate_option()
-    device: str | None = device_option()
-    dtype: str = option("Weights in fp32, bf16 or fp16.", "fp32")
-    force: bool = force_option()
-    as_json: bool = json_option()
+    dtype: str | None = option("Weights in fp32, bf16 or fp16.", "fp32")
 
     def run(self) -> None:
         from monoblock.plots.figure import check_plot_path
@@ -87,8 +77,7 @@ class Inspect:
         if out is not None:
             # A page has pictures inside, which are PNG.
             check_plot_path(out.with_suffix(".png") if is_page else out, formats=".html, .png, .svg or .pdf")
-        pipe = load_pipeline(self.model, self.device, self.dtype, force=self.force)
-        pipe = set_image_size(pipe, self.interpolate)
+        pipe = self.load(interpolate=self.interpolate)
         from monoblock.runs.inspect.inputs import encode_input, transformer_of
         from monoblock.runs.inspect.part import Request
         from monoblock.runs.inspect.parts import PARTS, default_parts

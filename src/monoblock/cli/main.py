@@ -16,31 +16,31 @@ from monoblock import __version__
 from monoblock.cli.output import echo
 from monoblock.errors import ConfigError, MonoblockError, did_you_mean, shorten_message
 
-# Verb -> its line in --help. The verb `prune` is the class Prune in cli/prune.py, which is imported when it is used; a
-# verb with commands of its own, such as `tokenizer train`, has a table COMMANDS instead.
+# Verb -> the module of cli/ that has it, and its line in --help. The verb `prune` is the class Prune of its module, and
+# the module is imported when the verb is used; a verb with commands, such as `tokenizer train`, has a row in COMMANDS.
 VERBS = {
-    "demo": "Train a small GPT, sample from it, count its parameters and examine it.",
-    "ls": "List recipes, tasks, keys, presets, knobs, corpora, experiments and runs.",
-    "tokenizer": "Train a tokenizer, or show how one splits a text.",
-    "data": "Prepare token shards from any amount of text, or show them.",
-    "train": "Train the model that a recipe describes.",
-    "finetune": "Fine-tune a model on other data: all weights, some layers, or LoRA.",
-    "generate": "Generate text that continues a prompt.",
-    "chat": "Chat with a model that has a chat template.",
-    "translate": "Translate or transliterate lines of text.",
-    "predict": "Classify, tag, fill masks, answer questions or embed texts.",
-    "evaluate": "Compute perplexity, BLEU, accuracy, … of a model on a corpus.",
-    "backtranslate": "Make synthetic training pairs from target sentences.",
-    "compare": "Run an experiment: train variants of a model and compare them.",
-    "bench": "Measure speed and memory, and compare with other libraries.",
-    "convert": "Convert a model between monoblock, Hugging Face and GGUF, and compare the logits.",
-    "inspect": "Draw attention, logit lens, norms and positions of a model on a text.",
-    "prune": "Remove the attention heads that matter least on a corpus.",
-    "quantize": "Quantize a model to 8 or 4 bits, and compare its perplexity.",
-    "account": "Count the parameters, FLOPs and memory of a model without building it.",
-    "draw": "Draw the architecture of a model, with shapes and parameters, as SVG.",
-    "doctor": "Examine a model or a run: leaks, padding, cache, positions, training.",
-    "env": "Show installed versions, devices, and the default device and dtype.",
+    "demo": ("demo", "Train a small GPT, sample from it, count its parameters and examine it."),
+    "ls": ("ls", "List recipes, tasks, keys, presets, knobs, corpora, experiments and runs."),
+    "tokenizer": ("data", "Train a tokenizer, or show how one splits a text."),
+    "data": ("data", "Prepare token shards from any amount of text, or show them."),
+    "train": ("training", "Train the model that a recipe describes."),
+    "finetune": ("training", "Fine-tune a model on other data: all weights, some layers, or LoRA."),
+    "generate": ("text", "Generate text that continues a prompt."),
+    "chat": ("text", "Chat with a model that has a chat template."),
+    "translate": ("text", "Translate or transliterate lines of text."),
+    "predict": ("predict", "Classify, tag, fill masks, answer questions or embed texts."),
+    "evaluate": ("evaluate", "Compute perplexity, BLEU, accuracy, … of a model on a corpus."),
+    "backtranslate": ("text", "Make synthetic training pairs from target sentences."),
+    "compare": ("compare", "Run an experiment: train variants of a model and compare them."),
+    "bench": ("machine", "Measure speed and memory, and compare with other libraries."),
+    "convert": ("models", "Convert a model between monoblock, Hugging Face and GGUF, and compare the logits."),
+    "inspect": ("inspect", "Draw attention, logit lens, norms and positions of a model on a text."),
+    "prune": ("models", "Remove the attention heads that matter least on a corpus."),
+    "quantize": ("models", "Quantize a model to 8 or 4 bits, and compare its perplexity."),
+    "account": ("account", "Count the parameters, FLOPs and memory of a model without building it."),
+    "draw": ("models", "Draw the architecture of a model, with shapes and parameters, as SVG."),
+    "doctor": ("doctor", "Examine a model or a run: leaks, padding, cache, positions, training."),
+    "env": ("machine", "Show installed versions, devices, and the default device and dtype."),
 }
 
 
@@ -55,9 +55,10 @@ class VerbGroup(click.Group):
             return None
         from monoblock.cli.verb import build_command, build_group
 
-        module = import_module(f"monoblock.cli.{name}")
-        if hasattr(module, "COMMANDS"):
-            return build_group(name, module.COMMANDS, VERBS[name])
+        file, about = VERBS[name]
+        module = import_module(f"monoblock.cli.{file}")
+        if name in getattr(module, "COMMANDS", {}):
+            return build_group(name, module.COMMANDS[name], about)
         return build_command(name, getattr(module, name.capitalize()))
 
     def resolve_command(
@@ -69,7 +70,7 @@ class VerbGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
-            formatter.write_dl(list(VERBS.items()))
+            formatter.write_dl([(name, about) for name, (_, about) in VERBS.items()])
 
 
 @click.group(

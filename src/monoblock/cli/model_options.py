@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from monoblock.cli.output import echo
-from monoblock.cli.verb import Option, option, option_group
+from monoblock.cli.verb import Option, argument, json_option, option, option_group
 from monoblock.config.field_description import describe_fields, list_choices, type_words
 from monoblock.errors import ConfigError, InputError
 from monoblock.inference.settings import ENGINE_OPTIONS, Settings
 
 if TYPE_CHECKING:
-    from monoblock.inference.streaming_text import TextChunk
     from monoblock.parallel.world import World
     from monoblock.runs.pipeline import Pipeline
 
@@ -34,16 +33,14 @@ def dtype_option() -> Any:
     return option("Weights in fp32, bf16 or fp16.  [default: bf16 on a GPU that supports it, else fp32]")
 
 
-def force_option() -> Any:
-    return option("Load the tokenizer of a published model even if it seems to belong to another one.", False)
+def batch_size_option() -> Any:
+    about = "Batch size in lines.  [default: 64, or as many as suit a GPU]"
+    return option(about, flags=("--batch-size", "--batch"), least=1)
 
 
 def ensemble_option() -> Any:
-    return option(
-        "A further model with the same tokenizer; the log-probabilities of all are averaged. May be repeated.",
-        (),
-        metavar="MODEL",
-    )
+    about = "A further model with the same tokenizer; the log-probabilities of all are averaged. May be repeated."
+    return option(about, (), metavar="MODEL")
 
 
 def nproc_option() -> Any:
@@ -52,11 +49,12 @@ def nproc_option() -> Any:
 
 
 def interpolate_option() -> Any:
-    return option(
-        "Vision models: read images of this width and height, by interpolating the position embeddings.",
-        least=1,
-        metavar="PIXELS",
-    )
+    about = "Vision models: read images of this width and height, by interpolating the position embeddings."
+    return option(about, least=1, metavar="PIXELS")
+
+
+def stop_option() -> Any:
+    return option("End the text before this string; may be repeated.", ())
 
 
 # Groups of options, by the names of the fields of Settings.
@@ -79,11 +77,49 @@ def decoding_options(only: Collection[str] = (), without: Collection[str] = ()) 
     return option_group(options)
 
 
-def stop_option() -> Any:
-    return option("End the text before this string; may be repeated.", ())
+def resolve_settings(pipe: Pipeline, options: dict[str, Any]) -> Settings:
+    """Merge command-line options into the decoding defaults of the model; raise ConfigError for an invalid value."""
+    try:
+        return pipe.resolve_settings(options)
+    except InputError as problem:
+        raise ConfigError(str(problem)) from None
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelVerb:
+    """The model of a verb, and the options for loading it."""
+
+    model: str = argument()
+    device: str | None = device_option()
+    dtype: str | None = dtype_option()
+    force: bool = option("Load the tokenizer of a published model even if it seems to belong to another one.", False)
+    as_json: bool = json_option()
+
+    def load(
+        self, *, ensemble: Sequence[str] = (), world: World | None = None, interpolate: int | None = None
+    ) -> Pipeline:
+        """Load the model; print a warning if fields of generation_config.json are ignored.
+
+        world: the processes that share the model.
+        interpolate: the width and height of images, for which position embeddings are interpolated.
+        """
+        from monoblock.runs.load import load
+
+        device, dtype = resolve_device(self.device, self.dtype)
+        others = [Path(other) for other in ensemble]
+        pipe = load(Path(self.model), device=device, dtype=dtype, force=self.force, ensemble=others, world=world)
+        if pipe.defaults.ignored_fields:
+            fields = ", ".join(pipe.defaults.ignored_fields)
+            echo(f"warning: these fields of generation_config.json are not supported and ignored: {fields}", err=True)
+        if interpolate is None:
+            return pipe
+        from monoblock.nn.interpolate_positions import interpolate as interpolate_positions
+
+        model: Any = interpolate_positions(pipe.model, interpolate)  # type: ignore[type-var]  # which refuses an LSTM
+        return replace(pipe, loaded=replace(pipe.loaded, model=model))
 
 
 class DefaultChoice(NamedTuple):
@@ -132,40 +168,6 @@ def resolve_device(device: str | None, dtype: str | None) -> tuple[str, Any]:
     return device, getattr(torch, DTYPES.get(name, name))
 
 
-def load_pipeline(
-    model: str,
-    device: str | None,
-    dtype: str | None,
-    *,
-    force: bool = False,
-    ensemble: Sequence[str] = (),
-    world: World | None = None,
-) -> Pipeline:
-    """Load a model folder as a Pipeline; print a warning if fields of generation_config.json are ignored.
-
-    world: the processes that share the model.
-    """
-    from monoblock.runs.load import load
-
-    device, torch_dtype = resolve_device(device, dtype)
-    others = [Path(other) for other in ensemble]
-    pipe = load(Path(model), device=device, dtype=torch_dtype, force=force, ensemble=others, world=world)
-    if pipe.defaults.ignored_fields:
-        fields = ", ".join(pipe.defaults.ignored_fields)
-        echo(f"warning: these fields of generation_config.json are not supported and ignored: {fields}", err=True)
-    return pipe
-
-
-def set_image_size(pipe: Pipeline, pixels: int | None) -> Pipeline:
-    """Return the pipeline with position embeddings interpolated for images of `pixels` × `pixels`; None: unchanged."""
-    if pixels is None:
-        return pipe
-    from monoblock.nn.interpolate_positions import interpolate
-
-    model: Any = interpolate(pipe.model, pixels)  # type: ignore[type-var]  # which refuses an LSTM
-    return replace(pipe, loaded=replace(pipe.loaded, model=model))
-
-
 @contextmanager
 def join_processes(nproc: int, device: str | None) -> Iterator[World | None]:
     """Run the `with` block in every process that shares the model; yield None if there is only this one.
@@ -197,33 +199,3 @@ def join_processes(nproc: int, device: str | None) -> Iterator[World | None]:
                 stack.enter_context(redirect_stderr(nowhere))
             yield world
         world.shut_down()
-
-
-# -- decoding ----------------------------------------------------------------------------------------------------------
-
-
-def resolve_settings(pipe: Pipeline, options: dict[str, Any]) -> Settings:
-    """Merge command-line options into the decoding defaults of the model; raise ConfigError for an invalid value."""
-    try:
-        return pipe.resolve_settings(options)
-    except InputError as problem:
-        raise ConfigError(str(problem)) from None
-
-
-def print_stream(pipe: Pipeline, chunks: Iterable[TextChunk]) -> str:
-    """Print the chunks of a text as they are generated; return the whole text."""
-    printed, ends = [], []
-    for chunk in chunks:
-        echo(chunk.text, nl=False)
-        printed.append(chunk.text)
-        ends.append(chunk.finish_reason)
-    echo()
-    note_full_context(pipe, ends)
-    return "".join(printed)
-
-
-def note_full_context(pipe: Pipeline, ends: Iterable[str | None]) -> None:
-    """Print a note if a text has ended because the context is full; `ends` are the finish reasons."""
-    if "context" in ends:
-        context = pipe.model.config.context
-        echo(f"note: the text ends here because its context of {context} tokens, prompt included, is full", err=True)

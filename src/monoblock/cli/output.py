@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, Self, TypeVar
 
 import click
@@ -168,6 +168,12 @@ class ProgressBar:
                 total = "" if self.total is None else f" of {self.total:,}"
                 line = f"{self.done:,}{total} {self.unit}, {rate:,.0f} per second"
             echo(line, err=True)
+
+    def count(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items, and count them."""
+        for item in items:
+            self(1)
+            yield item
 
     def _update_bar(self, now: float) -> None:
         if self.bar is None and now - self.start_time >= DELAY_SECONDS:

@@ -9,31 +9,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from monoblock.cli.lines import COLUMNS, chunk_lines, count_lines, has_columns, is_table, read_columns, read_lines
-from monoblock.cli.model_options import (
-    device_option,
-    dtype_option,
-    force_option,
-    interpolate_option,
-    load_pipeline,
-    set_image_size,
-)
+from monoblock.cli.model_options import ModelVerb, interpolate_option
 from monoblock.cli.output import ProgressBar, dump_json, echo, suggest_next
+from monoblock.cli.text import chunk_lines, name_option, read_lines
 from monoblock.cli.verb import argument, json_option, option
-from monoblock.errors import ConfigError, InputError
+from monoblock.data.readers.tables import LABEL_COLUMNS, check_width, read_table
+from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.untrusted_files import reading
 
 if TYPE_CHECKING:
     from monoblock.runs.pipeline import Pipeline
 
-Line = str | tuple[str, ...]  # a line of text, or the texts in the columns of a row
+Row = tuple[str, ...]  # the texts of an input: of a line, or in the columns of a table
 DECIMALS = 4  # of a probability: the digits that do not depend on the batch size
 DEFAULT_NEIGHBOURS = 5
 # Family of a model without a prediction head -> the verb that runs it.
 VERB_BY_FAMILY = {"decoder-only": "generate", "encoder-decoder": "translate"}
+# What is read -> for each text of an input, the names that its column may have, and how many a table must have.
+COLUMNS: dict[str, tuple[tuple[Sequence[str], ...], int]] = {
+    "classify": ((LABEL_COLUMNS["text"], LABEL_COLUMNS["text_pair"]), 1),
+    "answer": ((("question",), ("context", "passage", "text")), 2),
+    "image": ((("path", "file", "filename", "image", "picture"),), 1),
+    "text": ((LABEL_COLUMNS["text"],), 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predict:
+class Predict(ModelVerb):
     """Classify, tag, fill masks, answer questions or embed, depending on the head of MODEL.
 
     Reads one input per line, or per row of a table, from TEXT, --file or standard input, and prints one result per line
@@ -41,7 +43,6 @@ class Predict:
     pairs, question<TAB>text for question answering, and the path of a picture or a .npz file for a vision model.
     """
 
-    model: str = argument()
     texts: tuple[str, ...] = argument((), metavar="[TEXT …]")
     file: Path | None = option(
         "Read lines from this file, or rows from a .csv or .tsv file whose first line names its columns.  [default: "
@@ -75,280 +76,263 @@ class Predict:
     )
     batch: int = option("Batch size in lines.", 64, flags=("--batch-size",), least=1)
     interpolate: int | None = interpolate_option()
-    device: str | None = device_option()
-    dtype: str | None = dtype_option()
-    force: bool = force_option()
     as_json: bool = json_option("Print one JSON object per line.")
 
     def run(self) -> None:
         if self.texts and self.file is not None:
             raise ConfigError("TEXT and --file are both given; give one of them")
-        pipe = load_pipeline(self.model, self.device, self.dtype, force=self.force)
-        predictor = LinePredictor(set_image_size(pipe, self.interpolate), self)
-        num_lines = 0
+        predict = LinePredictor(self.load(interpolate=self.interpolate), self)
+        rows, header_lines = predict.read_rows(self.texts, self.file)
+        num_rows = 0
         with ProgressBar("lines", len(self.texts) or count_lines(self.file)) as progress:
-            for first, lines in chunk_lines(predictor.read_inputs(self.texts, self.file)):
-                for line, result in zip(lines, predictor(lines, first, progress), strict=True):
-                    predictor.print_result(line, result)
+            for first, chunk in chunk_lines(rows):
+                kept = [index for index, row in enumerate(chunk) if not is_empty(row)]
+                numbers = [header_lines + first + index for index in kept]
+                results = predict([chunk[index] for index in kept], progress, numbers)
+                by_index = dict(zip(kept, results, strict=True))
+                for index, row in enumerate(chunk):
+                    value, text = predict.format_result(row, by_index.get(index))
+                    echo(dump_json(value) if self.as_json else text)
                 sys.stdout.flush()
-                num_lines += len(lines)
-        if not num_lines:
+                num_rows += len(chunk)
+        if not num_rows:
             raise InputError("there is no input; give TEXT, --file, or lines on standard input")
         model = shlex.quote(self.model)
-        suggest_next(f"account {model}" if predictor.method == "embed" else f"evaluate {model} DATA")
+        suggest_next(f"account {model}" if predict.method == "embed" else f"evaluate {model} DATA")
 
 
 class LinePredictor:
-    """Call the Pipeline method for the model's head, or `embed` if it is asked for, on lines, and print the results."""
+    """Call the Pipeline method for the model's head, or `embed` if it is asked for, on the texts of lines."""
 
     def __init__(self, pipe: Pipeline, options: Predict) -> None:
         self.pipe, self.options, self.has_noted_pairs = pipe, options, False
-        self.header_lines = 0  # of the file that is read, for the line numbers in error messages
         self.is_vision = pipe.tokenizer is None
         self.method = "embed" if options.embed or options.nearest is not None else pipe.loaded.prediction_method
-        if self.method not in PRINTERS:
+        if self.method not in FORMATS:
             model = options.model
             if self.method == "predict":
                 raise ConfigError(f"{model} predicts numbers; use mb.load({model!r}).predict([text]) in Python")
             verb = VERB_BY_FAMILY.get(pipe.model.config.family, "account")
             raise ConfigError(f"{model} has no head for predictions; use monoblock {verb} {shlex.quote(model)} instead")
-        self._check_options()
-        self.call_options: dict[str, Any] = {"batch": options.batch}
-        if not self._reads_any_length():
-            self.call_options["long"] = options.long or "refuse"
-        self.candidate_lines: list[str] = []
-        self.candidate_vectors: Any = None
-        if options.nearest is not None:
-            self.candidate_lines, self.candidate_vectors = self._embed_candidates(options.nearest)
-
-    def _reads_any_length(self) -> bool:
-        """Return whether inputs of any length can be read, so that --long has no effect.
-
-        Images have a fixed size, and question answering reads long texts in sliding windows.
-        """
-        return self.is_vision or self.method == "answer"
-
-    def _check_options(self) -> None:
-        """Raise ConfigError for an option that has no effect on this model or on these files."""
-        if self.options.text_column and not any(map(is_table, (self.options.file, self.options.nearest))):
+        if options.text_column and not any(map(is_table, (options.file, options.nearest))):
             raise ConfigError("--text-column names a column of a .csv or .tsv file; give one with --file")
-        if self._reads_any_length() and self.options.long is not None:
-            reason = "images have a fixed size" if self.is_vision else "long texts are read in windows"
-            raise ConfigError(f"--long has no effect on this model, because {reason}; leave it out")
-        single_result = {"tag": "tagging", "embed": "embeddings without --nearest"}.get(self.method)
-        if self.options.top is not None and single_result is not None and self.options.nearest is None:
-            raise ConfigError(f"--top has no effect on {single_result}; leave it out")
-
-    def read_inputs(self, texts: tuple[str, ...], file: Path | None) -> Iterator[Line]:
-        """Yield the lines of TEXT, a file or standard input, or the texts in the columns of a table."""
-        columns = COLUMNS["image" if self.is_vision else self.method if self.method in COLUMNS else "text"]
-        named = self.options.text_column
-        if has_columns(file, named, columns):
-            assert file is not None
-            self.header_lines = 1
-            yield from read_columns(file, named, columns)
+        self.call_options: dict[str, Any] = {"batch": options.batch}
+        if self.is_vision or self.method == "answer":  # inputs of any length can be read
+            if options.long is not None:
+                reason = "images have a fixed size" if self.is_vision else "long texts are read in windows"
+                raise ConfigError(f"--long has no effect on this model, because {reason}; leave it out")
         else:
-            self.header_lines = 0
-            yield from read_lines(texts, file)
-
-    def __call__(self, lines: list[Line], first: int, progress: Callable[[int], None]) -> list[Any]:
-        """Return one result per line; None for an empty line.
-
-        first: the index of lines[0] in the whole input, for the line numbers in error messages.
-        """
-        kept = [index for index, line in enumerate(lines) if not is_empty(line)]
-        results: list[Any] = [None] * len(lines)
-        inputs = [self._parse_line(lines[index]) for index in kept]
-        if not inputs:
-            return results
-        options = self._method_options() | self.call_options
-        if not self.is_vision:
-            options |= {"lines": [self.header_lines + first + index for index in kept], "progress": progress}
-        try:
-            predictions = getattr(self.pipe, self.method)(inputs, **options)
-        except InputError as problem:  # name the command-line option instead of the Python argument
-            message = str(problem).replace("long='split'", "--long split").replace("long='cut'", "--long cut")
-            raise InputError(message) from None
-        for index, prediction in zip(kept, predictions, strict=True):
-            results[index] = prediction
-        return results
-
-    def _parse_line(self, line: Line) -> Any:
-        if isinstance(line, tuple) and len(line) == 2:
-            return line
-        if isinstance(line, tuple):
-            return line[0].strip() if self.is_vision else line[0]
-        if self.is_vision:
-            return line.strip()
-        text, tab, text_pair = line.partition("\t")
-        if self.method == "answer" and not (text.strip() and text_pair.strip()):
-            raise InputError(f"{line[:40]!r} is not a question and a text separated by a tab; write question<TAB>text")
-        if tab and self.method == "classify" and not self.has_noted_pairs:
-            self.has_noted_pairs = True
-            echo("note: a line with a tab is read as a pair of texts", err=True)
-        return (text, text_pair) if tab and self.method in ("classify", "answer") else line
-
-    def _method_options(self) -> dict[str, Any]:
+            self.call_options["long"] = options.long or "refuse"
+        single_result = {"tag": "tagging", "embed": "embeddings without --nearest"}.get(self.method)
+        if options.top is not None and single_result is not None and options.nearest is None:
+            raise ConfigError(f"--top has no effect on {single_result}; leave it out")
         match self.method:
             case "tag":
-                return {"split_punctuation": self.options.words == "signs"}
+                self.call_options["split_punctuation"] = options.words == "signs"
             case "embed":
-                return {"pooling": self.options.pooling}
+                self.call_options["pooling"] = options.pooling
             case "answer":
-                return {"n_best": self.options.top or 1}
-        return {} if self.options.top is None else {"top": self.options.top}
+                self.call_options["n_best"] = options.top or 1
+            case _ if options.top is not None:
+                self.call_options["top"] = options.top
+        self.candidates: list[Row] = []  # the lines of --nearest
+        if options.nearest is not None:
+            self.candidates = [row for row in self.read_rows((), options.nearest)[0] if not is_empty(row)]
+            if not self.candidates:
+                raise InputError(f"{options.nearest} is empty; give a file with at least one line of text")
+            with ProgressBar(f"lines of {options.nearest}", len(self.candidates)) as progress:
+                self.candidate_vectors = self(self.candidates, progress)  # (lines, D)
 
-    def _embed_candidates(self, path: Path) -> tuple[list[str], Any]:
-        """Return the non-empty lines of a file and their embeddings (lines, D).
+    def read_rows(self, texts: Sequence[str], file: Path | None) -> tuple[Iterator[Row], int]:
+        """Return the rows of a table, or the lines of TEXT, a file or standard input; and the lines of the header."""
+        parts = COLUMNS["image" if self.is_vision else self.method if self.method in COLUMNS else "text"]
+        indices = find_columns(file, self.options.text_column, *parts)
+        if file is not None and indices is not None:
+            return read_columns(file, indices), 1
+        return map(self._parse_line, read_lines(texts, file)), 0
 
-        For a vision model, each line is the path of an image.
+    def _parse_line(self, line: str) -> Row:
+        text, tab, text_pair = line.partition("\t")
+        if self.method == "answer" and line.strip() and not (text.strip() and text_pair.strip()):
+            raise InputError(f"{line[:40]!r} is not a question and a text separated by a tab; write question<TAB>text")
+        if not tab or self.method not in ("classify", "answer") or self.is_vision:
+            return (line,)
+        if self.method == "classify" and line.strip() and not self.has_noted_pairs:
+            self.has_noted_pairs = True
+            echo("note: a line with a tab is read as a pair of texts", err=True)
+        return (text, text_pair)
+
+    def __call__(self, rows: list[Row], progress: ProgressBar, numbers: Sequence[int] | None = None) -> Any:
+        """Return one result per row, which is not empty.
+
+        numbers: the indices of the lines in the whole input, for error messages.
         """
-        lines = [line for line in self.read_inputs((), path) if not is_empty(line)]
-        if not lines:
-            raise InputError(f"{path} is empty; give a file with at least one line of text")
-        with ProgressBar(f"lines of {path}", len(lines)) as progress:
-            inputs = [self._parse_line(line) for line in lines]
-            options: dict[str, Any] = self._method_options() | self.call_options
-            if not self.is_vision:
-                options["progress"] = progress
-            return [show_line(line) for line in lines], self.pipe.embed(inputs, **options)
+        if not rows:
+            return []
+        if self.is_vision:
+            return getattr(self.pipe, self.method)([row[0].strip() for row in rows], **self.call_options)
+        inputs = [row if len(row) == 2 else row[0] for row in rows]
+        place = {"progress": progress} if numbers is None else {"progress": progress, "lines": numbers}
+        try:
+            return getattr(self.pipe, self.method)(inputs, **self.call_options, **place)
+        except InputError as problem:
+            raise (problem if numbers is None else name_option(problem)) from None
 
-    def print_result(self, line: Line, result: Any) -> None:
-        if self.candidate_vectors is None or result is None:
-            PRINTERS[self.method](self.options, line, result)
-            return
+    def format_result(self, row: Row, result: Any) -> tuple[dict[str, Any], str]:
+        """Return what is printed for a row, as a JSON object and as text; `result` is None for an empty line."""
+        if not self.candidates or result is None:
+            return FORMATS[self.method](self.options, row, result)
         from monoblock.tasks.embedding import find_nearest
 
         count = self.options.top or DEFAULT_NEIGHBOURS
         (neighbours,) = find_nearest(result[None], self.candidate_vectors, count)
-        rows = [(self.candidate_lines[neighbour.row], neighbour.row, neighbour.cosine) for neighbour in neighbours]
-        print_neighbours(self.options, show_line(line), rows)
+        found = [
+            {"line": one.row + 1, "text": show_row(self.candidates[one.row]), "cosine": round(one.cosine, DECIMALS)}
+            for one in neighbours
+        ]
+        lines = [f"{one['cosine']:.{DECIMALS}f}\t{one['text']}" for one in found]
+        return {"text": show_row(row), "nearest": found}, "\n".join(lines)
 
 
-# -- printing ---------------------------------------------------------------------------------------------------------
+def show_row(row: Row) -> str:
+    return "\t".join(row)
 
 
-def _print_json(value: dict[str, Any]) -> None:
-    echo(dump_json(value))
+def is_empty(row: Row) -> bool:
+    return not show_row(row).strip()
 
 
-def show_line(line: Line) -> str:
-    return line if isinstance(line, str) else "\t".join(line)
+# -- results, as a JSON object and as text -----------------------------------------------------------------------------
 
 
-def is_empty(line: Line) -> bool:
-    return not show_line(line).strip()
-
-
-def _split_pair(line: Line) -> tuple[str, str | None]:
-    """Return the text of a line, and its second text if there is one."""
-    if isinstance(line, tuple):
-        return line[0], line[1] if len(line) > 1 else None
-    text, tab, text_pair = line.partition("\t")
-    return text, text_pair if tab else None
-
-
-def _choices_json(choices: Sequence[Any], name: str = "label") -> list[dict[str, Any]]:
+def _choices_json(choices: Sequence[Any], name: str) -> list[dict[str, Any]]:
     return [{name: choice.label, "probability": round(choice.probability, DECIMALS)} for choice in choices]
 
 
-def print_classes(options: Predict, line: Line, result: Any) -> None:
-    choices = result or []
-    if options.as_json:
-        text, text_pair = _split_pair(line)
-        _print_json(
-            {"text": text, **({} if text_pair is None else {"text_pair": text_pair}), "labels": _choices_json(choices)}
-        )
-        return
-    echo("\t".join(f"{choice.label}\t{choice.probability:.{DECIMALS}f}" for choice in choices))
+def format_classes(options: Predict, row: Row, result: Any) -> tuple[dict[str, Any], str]:
+    texts = dict(zip(("text", "text_pair"), row, strict=False))
+    text = "\t".join(f"{choice.label}\t{choice.probability:.{DECIMALS}f}" for choice in result or [])
+    return texts | {"labels": _choices_json(result or [], "label")}, text
 
 
-def print_tags(options: Predict, line: Line, result: Any) -> None:
-    """Print the tags of a line: the text with punctuation restored, else with entities in brackets, else word/LABEL.
+def format_tags(options: Predict, row: Row, result: Any) -> tuple[dict[str, Any], str]:
+    """Return the text with punctuation restored, else with entities in brackets, else word/LABEL.
 
-    With --columns, print `word<TAB>label` on a line for each word instead.
+    With --columns, return `word<TAB>label` on a line for each word instead.
     """
     words, entities, restored = result if result is not None else ([], [], None)
-    if options.as_json:
-        rounded = [
-            [item._asdict() | {"probability": round(item.probability, DECIMALS)} for item in items]
-            for items in (words, entities)
-        ]
-        restored_json = {"restored": restored} if restored else {}
-        _print_json({"text": show_line(line), "words": rounded[0], "entities": rounded[1], **restored_json})
-    elif options.columns:
-        echo("".join(f"{word.word}\t{word.label}\n" for word in words))
-    elif restored is not None:
-        echo(restored)
-    elif entities:
-        echo(bracket_entities([word.word for word in words], entities))
-    else:
-        echo(" ".join(word.word if word.label == "O" else f"{word.word}/{word.label}" for word in words))
-
-
-def bracket_entities(words: Sequence[str], entities: Sequence[Any]) -> str:
-    """Return the text with its entities marked: [PER Peter Blackburn] writes from [LOC Brussels]."""
-    marked = list(words)
+    value = {"text": show_row(row)} | {
+        name: [item._asdict() | {"probability": round(item.probability, DECIMALS)} for item in items]
+        for name, items in (("words", words), ("entities", entities))
+    }
+    if restored:
+        value["restored"] = restored
+    if options.columns:
+        return value, "".join(f"{word.word}\t{word.label}\n" for word in words)
+    if restored is not None:
+        return value, restored
+    if not entities:
+        return value, " ".join(word.word if word.label == "O" else f"{word.word}/{word.label}" for word in words)
+    marked = [word.word for word in words]  # [PER Peter Blackburn] writes from [LOC Brussels]
     for entity in reversed(entities):
         marked[entity.start : entity.end] = [f"[{entity.label} {entity.text}]"]
-    return " ".join(marked)
+    return value, " ".join(marked)
 
 
-def print_fills(options: Predict, line: Line, result: Any) -> None:
+def format_fills(options: Predict, row: Row, result: Any) -> tuple[dict[str, Any], str]:
     text, masks = result if result is not None else ("", [])
-    if options.as_json:
-        _print_json(
-            {"text": show_line(line), "filled": text, "masks": [_choices_json(choices, "token") for choices in masks]}
-        )
-        return
+    value = {"text": show_row(row), "filled": text, "masks": [_choices_json(choices, "token") for choices in masks]}
     cells = [" ".join(f"{choice.label} {choice.probability:.{DECIMALS}f}" for choice in choices) for choices in masks]
-    echo("\t".join([text, *cells]))
+    return value, "\t".join([text, *cells])
 
 
-def print_answers(options: Predict, line: Line, result: Any) -> None:
-    """Print the answers to one question on one line as `answer<TAB>probability`, best first; "" means no answer."""
-    answers = result or []
-    if options.as_json:
-        question, context = _split_pair(line)
-        rows = [
-            {
-                "text": answer.text,
-                "start": answer.start,
-                "end": answer.end,
-                "probability": round(answer.probability, DECIMALS),
-            }
-            for answer in answers
-        ]
-        _print_json({"question": question, "context": context or "", "answers": rows})
-        return
-    echo("\t".join(f"{answer.text}\t{answer.probability:.{DECIMALS}f}" for answer in answers))
+def format_answers(options: Predict, row: Row, result: Any) -> tuple[dict[str, Any], str]:
+    """Return the answers to one question as `answer<TAB>probability`, best first; "" means no answer."""
+    answers = [
+        {name: getattr(answer, name) for name in ("text", "start", "end")}
+        | {"probability": round(answer.probability, DECIMALS)}
+        for answer in result or []
+    ]
+    text = "\t".join(f"{answer['text']}\t{answer['probability']:.{DECIMALS}f}" for answer in answers)
+    return {"question": row[0], "context": row[1] if len(row) > 1 else "", "answers": answers}, text
 
 
-def print_embedding(options: Predict, line: Line, result: Any) -> None:
+def format_embedding(options: Predict, row: Row, result: Any) -> tuple[dict[str, Any], str]:
     vector = [] if result is None else [round(value, 6) for value in result.tolist()]
-    if options.as_json:
-        _print_json({"text": show_line(line), "embedding": vector})
-    else:
-        echo(dump_json(vector))
+    return {"text": show_row(row), "embedding": vector}, dump_json(vector)
 
 
-def print_neighbours(options: Predict, line: str, neighbours: Sequence[tuple[str, int, float]]) -> None:
-    """Print the neighbours (text, line index, cosine) of a line as `cosine<TAB>text`, nearest first."""
-    if options.as_json:
-        rows = [
-            {"line": number + 1, "text": text, "cosine": round(cosine, DECIMALS)} for text, number, cosine in neighbours
-        ]
-        _print_json({"text": line, "nearest": rows})
-        return
-    for text, _, cosine in neighbours:
-        echo(f"{cosine:.{DECIMALS}f}\t{text}")
-
-
-# Method of Pipeline -> function that prints its result.
-PRINTERS: dict[str, Callable[[Predict, Line, Any], None]] = {
-    "classify": print_classes,
-    "tag": print_tags,
-    "fill": print_fills,
-    "embed": print_embedding,
-    "answer": print_answers,
+# Method of Pipeline -> function that formats its result.
+FORMATS: dict[str, Callable[[Predict, Row, Any], tuple[dict[str, Any], str]]] = {
+    "classify": format_classes,
+    "tag": format_tags,
+    "fill": format_fills,
+    "embed": format_embedding,
+    "answer": format_answers,
 }
+
+
+# -- tables and files --------------------------------------------------------------------------------------------------
+
+
+def is_table(file: Path | None) -> bool:
+    return file is not None and file.suffix.lower() in (".csv", ".tsv")
+
+
+def count_lines(file: Path | None) -> int | None:
+    """Return the number of lines of a file; None for standard input or a pipe, which can be read only once."""
+    if file is None or not file.is_file():
+        return None
+    with file.open("rb") as stream:
+        return sum(1 for _ in stream)
+
+
+def find_columns(
+    file: Path | None, named: Sequence[str], parts: Sequence[Sequence[str]], required: int
+) -> list[int] | None:
+    """Return the indices of the columns to read; None for a file that is no table, or whose columns have no names.
+
+    named: what --text-column gives.
+    parts: for each text of an input, the names that its column may have; the first `required` must be there.
+    """
+    if file is None or not is_table(file):
+        return None
+    with reading(file):
+        header = [cell.strip() for cell in next(read_table(file)).cells]
+    cells = [cell.casefold() for cell in header]
+    if named:
+        if not required <= len(named) <= len(parts):
+            count = str(required) if required == len(parts) else f"{required} or {len(parts)}"
+            raise ConfigError(
+                f"--text-column is given {len(named)} times, but this model reads {count} columns; give {count}"
+            )
+        for name in named:
+            if cells.count(name.casefold()) != 1:
+                has = repr(", ".join(header))
+                raise ConfigError(
+                    f"--text-column {name}: the first line of {file} is {has:.80}; give one of these names"
+                )
+        return [cells.index(name.casefold()) for name in named]
+    found = [[index for index, cell in enumerate(cells) if cell in names] for names in parts]
+    if file.suffix.lower() == ".tsv" and not (len(cells) > 1 and all(found[:required])):
+        return None
+    for number, (names, places) in enumerate(zip(parts, found, strict=True)):
+        if len(places) > 1:
+            several = " and ".join(header[index] for index in places[:2])
+            advice = f"say which to read: --text-column {header[places[0]]:.30}"
+            raise FileError(f"{file} has the columns {several:.60}; {advice}")
+        if not places and number < required:
+            raise FileError(
+                f"{file}: the first line {', '.join(header)!r:.60} has no column named {' or '.join(names[:3])}; "
+                "name the column to read: --text-column NAME"
+            )
+    return [index for places in found for index in places]
+
+
+def read_columns(file: Path, indices: Sequence[int]) -> Iterator[Row]:
+    with reading(file):
+        rows = read_table(file)
+        header = next(rows).cells
+        for row in rows:
+            check_width(file, row, header)
+            yield tuple(row.cells[index] for index in indices)

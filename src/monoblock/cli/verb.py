@@ -11,7 +11,8 @@
         def run(self) -> int | None: ...  # the exit code; None: 0
 
 A bool is a flag, a Literal a choice, a tuple an option that may be repeated or an argument of several words. A dict is
-a group of options (`option_group`) and has the values of those that are given.
+a group of options (`option_group`) and has the values of those that are given. The options that a verb inherits come
+after its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import dataclasses
 import inspect
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -96,37 +97,38 @@ class Count(click.ParamType):
 
 def build_command(name: str, verb: type[Any]) -> click.Command:
     """Build the command that makes an object of the dataclass from the words of the command line, and runs it."""
-    groups = {item.name: item.metadata["group"] for item in dataclasses.fields(verb) if "group" in item.metadata}
-    single = {item.name: item.metadata["option"] for item in dataclasses.fields(verb) if "option" in item.metadata}
+    hints, fields = get_type_hints(verb), dataclasses.fields(verb)
+    inherited = {
+        item.name for base in verb.__bases__ if dataclasses.is_dataclass(base) for item in dataclasses.fields(base)
+    }
+    groups = {item.name: item.metadata["group"] for item in fields if "group" in item.metadata}
+    single: dict[str, Option] = {item.name: item.metadata["option"] for item in fields if "option" in item.metadata}
+
+    def is_shared(item: dataclasses.Field[Any]) -> bool:
+        return item.name in inherited and single[item.name].help is not None
+
+    parameters: list[click.Parameter] = []
+    for item in sorted(fields, key=is_shared):  # the options that several verbs have come last
+        if item.name in single:
+            parameters.append(_build_parameter(item.name, hints[item.name], item.default, single[item.name]))
+        else:
+            options = groups[item.name].items()
+            parameters += [_build_parameter(key, hint, None, about) for key, (hint, about) in options]
 
     def callback(**values: Any) -> int | None:
         for group, options in groups.items():
-            given = {name: values.pop(name) for name in options}
-            values[group] = {name: value for name, value in given.items() if value is not None}
-        for name, about in single.items():
-            values[name] = _check_needed(name, about, values)
+            given = {key: values.pop(key) for key in options}
+            values[group] = {key: value for key, value in given.items() if value is not None}
+        for key, about in single.items():
+            if not _is_given(values[key]):
+                values[key] = values[key] if about.otherwise is None else about.otherwise
+            elif about.needs and not any(_is_given(values[other]) for other in about.needs):
+                others = " or ".join(map(_flag, about.needs))
+                value = "" if isinstance(values[key], bool | tuple) else f" {values[key]}"
+                raise click.UsageError(f"{_flag(key)}{value} has no effect without {others}; give both or neither")
         return verb(**values).run()
 
-    return click.Command(name, params=list(_build_parameters(verb)), callback=callback, help=inspect.getdoc(verb))
-
-
-def _check_needed(name: str, about: Option, values: Mapping[str, Any]) -> Any:
-    """Return the value of an option; raise UsageError if it is given without an option that it needs."""
-    if not _is_given(values[name]):
-        return values[name] if about.otherwise is None else about.otherwise
-    if about.needs and not any(_is_given(values[other]) for other in about.needs):
-        others = " or ".join(map(_flag, about.needs))
-        given = "" if isinstance(values[name], bool | tuple) else f" {values[name]}"
-        raise click.UsageError(f"{_flag(name)}{given} has no effect without {others}; give both or neither")
-    return values[name]
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None and value is not False and value != ()
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return click.Command(name, params=parameters, callback=callback, help=inspect.getdoc(verb))
 
 
 def build_group(name: str, verbs: Mapping[str, type[Any]], about: str) -> click.Group:
@@ -143,59 +145,45 @@ def build_group(name: str, verbs: Mapping[str, type[Any]], about: str) -> click.
     )
 
 
-def _build_parameters(verb: type[Any]) -> Iterator[click.Parameter]:
-    hints = get_type_hints(verb)
-    for item in dataclasses.fields(verb):
-        if "group" in item.metadata:
-            for name, (hint, about) in item.metadata["group"].items():
-                yield _build_option(name, hint, None, about)
-        elif item.metadata["option"].help is None:
-            yield _build_argument(item, hints[item.name])
-        else:
-            yield _build_option(item.name, hints[item.name], item.default, item.metadata["option"])
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False and value != ()
 
 
-def _build_argument(item: dataclasses.Field[Any], hint: Any) -> click.Argument:
-    about: Option = item.metadata["option"]
-    is_required = item.default is REQUIRED
-    nargs = -1 if get_origin(hint) is tuple else 1
-    return click.Argument(
-        [item.name], required=is_required, nargs=nargs, metavar=about.metavar, type=_build_type(hint, about)
-    )
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def _build_option(name: str, hint: Any, default: Any, about: Option) -> click.Option:
-    flags = about.flags or (_flag(name),)
-    text = f"With {' or '.join(map(_flag, about.needs))}: {about.help}" if about.needs else about.help
+def _build_parameter(name: str, hint: Any, default: Any, about: Option) -> click.Parameter:
+    is_required, is_repeated = default is REQUIRED, get_origin(hint) is tuple
+    details: dict[str, Any] = {"required": is_required, "metavar": about.metavar}
+    if about.help is None:
+        return click.Argument([name], nargs=-1 if is_repeated else 1, type=_build_type(hint, about), **details)
+    words = [*(about.flags or (_flag(name),)), name]
+    details["help"] = f"With {' or '.join(map(_flag, about.needs))}: {about.help}" if about.needs else about.help
     if about.otherwise is not None:
-        text = f"{text}  [default: {about.otherwise:g}]"
-    details: dict[str, Any] = {"help": text, "required": default is REQUIRED}
+        details["help"] += f"  [default: {about.otherwise:g}]"
     if hint is bool:
-        return click.Option([*flags, name], is_flag=True, **details)
-    is_repeated = get_origin(hint) is tuple
-    if default is not REQUIRED and not is_repeated:
+        return click.Option(words, is_flag=True, **details)
+    if not is_required and not is_repeated:
         details |= {"default": default, "show_default": default not in (None, "")}
-    return click.Option(
-        [*flags, name], type=_build_type(hint, about), multiple=is_repeated, metavar=about.metavar, **details
-    )
+    return click.Option(words, type=_build_type(hint, about), multiple=is_repeated, **details)
 
 
 def _build_type(hint: Any, about: Option) -> click.ParamType | type:
     """Return the click type of an annotation."""
     (kind,) = (member for member in union_members(hint) if member is not NoneType)
-    if get_origin(kind) is tuple:
-        kind = get_args(kind)[0]
+    kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
     if about.kind is not None:
         return about.kind
     if about.choices or get_origin(kind) is Literal:
         return click.Choice(about.choices or get_args(kind))
-    limits: dict[str, Any] = {"min": about.least, "max": about.most}
-    limits |= dict(zip(("min_open", "max_open"), about.is_open, strict=True))
     if kind is Path:
         is_file, is_folder = about.path != "folder", about.path != "file"
         return click.Path(path_type=Path, exists=about.exists, file_okay=is_file, dir_okay=is_folder)
     if about.least is None and about.most is None:
         return kind
+    min_open, max_open = about.is_open
+    limits: dict[str, Any] = {"min": about.least, "max": about.most, "min_open": min_open, "max_open": max_open}
     return click.IntRange(**limits) if kind is int else NumberRange(**limits)
 
 

@@ -1,17 +1,21 @@
-"""`monoblock bench [MODEL|PRESET]`: measure speed and memory, and compare with other libraries."""
+"""The verbs of this machine: `bench` measures speed and memory, `env` shows versions, devices and defaults."""
 
 from __future__ import annotations
 
+import os
+import platform
 import shlex
+import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monoblock import __version__
-from monoblock.cli.model_options import device_option, dtype_option, resolve_device
+from monoblock.cli.model_options import choose_device, choose_dtype, device_option, dtype_option, resolve_device
 from monoblock.cli.output import echo, format_bytes, print_table, report
 from monoblock.cli.verb import argument, json_option, option
 from monoblock.errors import ConfigError, FileError, did_you_mean, with_article
@@ -23,6 +27,9 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "gpt2"
 DEFAULT_PROMPT, DEFAULT_NEW = 32, 64  # tokens
 COLUMNS = ("runner", "prefill tok/s", "decode tok/s", "ms per token", "weights", "peak memory")
+REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "click", "rich", "tomli-w", "jinja2", "jaxtyping")
+OPTIONAL_PACKAGES = ("transformers", "sentencepiece", "gguf", "sacrebleu", "matplotlib", "torchao", "tensorboard")
+COMPILERS = ("c++", "g++", "clang++")  # torch.compile needs one of them on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,3 +204,95 @@ def print_report(report: dict[str, Any]) -> None:
     print_table(COLUMNS, rows)
     for name, reason in report["absent"].items():
         echo(f"{name}: {reason}", err=True)
+
+
+# -- env ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Env:
+    """Show installed versions, devices, and the default device and dtype, with reasons."""
+
+    as_json: bool = json_option()
+
+    def run(self) -> None:
+        import torch
+
+        device = choose_device()
+        environment = {
+            "versions": {"monoblock": __version__, "python": platform.python_version()}
+            | {name: package_version(name) for name in (*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES)},
+            "machine": {
+                "system": f"{platform.system()} {platform.machine()}",
+                "cores": usable_cores(),
+                "threads": torch.get_num_threads(),
+                "memory_bytes": usable_memory(),
+                "compiler": next((path for name in COMPILERS if (path := shutil.which(name))), None),
+                "devices": list_devices(),
+            },
+            "chosen": {"device": device._asdict(), "dtype": choose_dtype(device.value)._asdict()},
+        }
+        report(self.as_json, environment, _print_environment, "demo")
+
+
+def package_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def usable_cores() -> int:
+    """Return the number of cores this process may use; in a container, that can be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def usable_memory() -> int | None:
+    """Return the physical memory in bytes, or the memory limit of the container if that is lower; None if unknown."""
+    try:
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdigit() else physical
+
+
+def list_devices() -> list[dict[str, Any]]:
+    """Return the devices torch can use, GPUs first."""
+    import torch
+
+    devices: list[dict[str, Any]] = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append({"device": f"cuda:{index}", "name": properties.name, "memory_bytes": properties.total_memory})
+    if torch.backends.mps.is_available():
+        devices.append({"device": "mps", "name": "Apple GPU", "memory_bytes": None})
+    return [*devices, {"device": "cpu", "name": platform.processor() or platform.machine(), "memory_bytes": None}]
+
+
+def _print_environment(environment: dict[str, Any]) -> None:
+    versions = [(name, installed or "not installed") for name, installed in environment["versions"].items()]
+    print_table(("package", "version"), versions)
+    echo()
+    machine = environment["machine"]
+    memory = machine["memory_bytes"]
+    rows = [
+        ("system", machine["system"]),
+        ("cores", str(machine["cores"])),
+        ("threads", f"{machine['threads']} (torch.get_num_threads)"),
+        ("memory", format_bytes(memory) if memory else "unknown"),
+        ("compiler", machine["compiler"] or "none (torch.compile does not work on the CPU)"),
+    ]
+    for device in machine["devices"]:
+        memory = f", {format_bytes(device['memory_bytes'])}" if device["memory_bytes"] else ""
+        rows.append((device["device"], device["name"] + memory))
+    print_table(("machine", ""), rows)
+    echo()
+    print_table(
+        ("default", "", "because"), [(name, *choice.values()) for name, choice in environment["chosen"].items()]
+    )
