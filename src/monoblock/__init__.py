@@ -6,99 +6,25 @@
     model = mb.Transformer(config)
     logits = model(ids)                         # (B, T, V)
 
-The public names are listed in `__all__`. Each is imported when it is first used, so that `import monoblock` takes
+The public names are those of __init__.pyi. Each is imported when it is first used, so that `import monoblock` takes
 milliseconds and counting parameters does not import torch.
 """
 
+import re
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
 
-# Public name -> the module that defines it.
-_HOME = {
-    "Alibi": "config.model",
-    "AttentionConfig": "config.model",
-    "Block": "nn.block",
-    "BlockConfig": "config.model",
-    "Buckets": "config.model",
-    "Cache": "nn.cache",
-    "ConfigError": "errors",
-    "EmbeddingConfig": "config.model",
-    "Engine": "inference.engine",
-    "Evaluation": "tasks.evaluation_report",
-    "ExpertsConfig": "config.model",
-    "FeedForwardConfig": "config.model",
-    "FileError": "errors",
-    "Finding": "doctor.report",
-    "FramesConfig": "config.model",
-    "HeadConfig": "config.model",
-    "InitConfig": "config.model",
-    "InputError": "errors",
-    "Learned": "config.model",
-    "ModelConfig": "config.model",
-    "MonoblockError": "errors",
-    "NormConfig": "config.model",
-    "OptimizedModel": "inference.optimized",
-    "PRESETS": "config.presets",
-    "PackedDocuments": "nn.packed_documents",
-    "PatchConfig": "config.model",
-    "Pipeline": "runs.pipeline",
-    "Prediction": "tasks.labels",
-    "QuantizeConfig": "config.model",
-    "Recurrent": "baselines.lstm",
-    "RecurrentConfig": "config.model",
-    "Repeat": "config.model",
-    "Report": "doctor.report",
-    "Rotary": "config.model",
-    "Run": "runs.run",
-    "Scaling": "config.model",
-    "Settings": "inference.settings",
-    "Sinusoid": "config.model",
-    "StackConfig": "config.model",
-    "Task": "tasks.task",
-    "TaskData": "tasks.task_data",
-    "TaskInputs": "tasks.task_data",
-    "TokenPositions": "nn.masks",
-    "Tokenizer": "tokenizers.tokenizer",
-    "Transformer": "model",
-    "ablate": "inspection.edits",
-    "account": "runs.account",
-    "add_lora": "nn.lora",
-    "add_vector": "inspection.edits",
-    "bart": "config.families",
-    "bert": "config.families",
-    "causal": "nn.masks",
-    "diagnose": "runs.diagnose",
-    "draw": "runs.draw",
-    "evaluate": "runs.evaluate",
-    "export_hf": "interop.huggingface.export",
-    "fold_lora": "nn.lora",
-    "gpt": "config.families",
-    "interpolate": "nn.interpolate_positions",
-    "join_processes": "parallel.inference",
-    "llama": "config.families",
-    "load": "runs.load",
-    "load_adapter": "interop.adapters",
-    "merge_lora": "nn.lora",
-    "optimize": "inference.optimized",
-    "patch": "inspection.edits",
-    "preset": "config.presets",
-    "quantize": "quantization.convert",
-    "read_metrics": "training.events",
-    "same_document": "nn.masks",
-    "save_adapter": "interop.adapters",
-    "t5": "config.families",
-    "tiny": "config.presets",
-    "trace": "inspection.trace",
-    "train": "runs.train",
-    "unmerge_lora": "nn.lora",
-    "vary": "config.knobs",
-    "vaswani": "config.families",
-    "vit": "config.families",
-    "window": "nn.masks",
-}
 
+def _read_stub() -> dict[str, str]:
+    """Return the module of each public name, from the imports of the stub that type checkers read."""
+    with open(f"{__file__}i", encoding="utf-8") as stub:
+        imports = re.findall(r"from monoblock\.([\w.]+) import ([^\n(]+|\([^)]*\))", stub.read())
+    return {name: module for module, names in imports for name in re.findall(r"(\w+) as", names)}
+
+
+_HOME = dict(sorted(_read_stub().items()))
 __all__ = sorted(_HOME)
 
 

@@ -8,8 +8,10 @@ queued behind a pause, so that they follow one another at once and the time of l
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,82 +45,71 @@ class Clock:
     """Read the time on the CPU, or record an event on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.is_gpu = device.type == "cuda"
         self.pause = 0.0  # seconds; the time that the host takes to launch the kernels of a pass
 
     def start(self) -> Any:
         """Wait for the device and read the time; on a GPU, first queue a pause, behind which the kernels gather."""
         self.wait()
-        if self.device.type == "cuda" and self.pause:
+        if self.is_gpu and self.pause:
             torch.cuda._sleep(round(self.pause * GPU_CYCLES_PER_SECOND))
         return self.read()
 
     def read(self) -> Any:
-        if self.device.type != "cuda":
+        if not self.is_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.is_gpu:
+            torch.cuda.synchronize()
 
     @staticmethod
     def seconds(start: Any, end: Any) -> float:
         return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 
-class Span(NamedTuple):
-    """The time between two readings in which a component was running."""
-
-    name: str
-    start: Any
-    end: Any
-
-
-@dataclass
 class ComponentTimer:
     """Hooks that note when the outermost component that is running begins and ends, and which tensors it saves."""
 
-    clock: Clock
-    active: list[str] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    kept_bytes: dict[str, int] = field(default_factory=dict)
-    seen_storages: set[int] = field(default_factory=set)
-    start: Any = None
+    def __init__(self, clock: Clock, ignored_storages: Iterable[int] = ()) -> None:
+        self.clock, self.seen_storages = clock, set(ignored_storages)
+        self.active: list[str] = []
+        self.spans: list[tuple[str, Any, Any]] = []  # a component, and the readings when it began and ended
+        self.kept_bytes: Counter[str] = Counter()
+        self.start: Any = None
 
-    def enter_hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, *_: Any) -> None:
-            if self.active and self.active[-1] in INPUTS and name not in INPUTS:
-                self.close()
-            if not self.active:
-                self.start = self.clock.read()
-            self.active.append(name)
+    def enter(self, name: str, *_: Any) -> None:
+        if self.active and self.active[-1] in INPUTS and name not in INPUTS:
+            self.leave()
+        if not self.active:
+            self.start = self.clock.read()
+        self.active.append(name)
 
-        return hook
-
-    def exit_hook(self, module: nn.Module, *_: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def leave(self, *_: Any) -> None:
         name = self.active.pop()
         if not self.active:
-            self.spans.append(Span(name, self.start, self.clock.read()))
+            self.spans.append((name, self.start, self.clock.read()))
 
-    def saved_tensor_hook(self, tensor: Tensor) -> Tensor:
+    def enter_with_gradient(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        """Enter a component when the gradient of its output is known."""
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.enter(name))
+
+    def count_saved(self, tensor: Tensor) -> Tensor:
         """Count the bytes of a tensor saved for the backward pass; each storage counts once, and weights do not."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.seen_storages:
             self.seen_storages.add(storage.data_ptr())
-            name = self.active[0] if self.active else "rest"
-            self.kept_bytes[name] = self.kept_bytes.get(name, 0) + storage.nbytes()
+            self.kept_bytes[self.active[0] if self.active else "rest"] += storage.nbytes()
         return tensor
 
     def seconds_by_name(self) -> dict[str, float]:
         totals: dict[str, float] = {}
-        for span in self.spans:
-            totals[span.name] = totals.get(span.name, 0.0) + Clock.seconds(span.start, span.end)
+        for name, start, end in self.spans:
+            totals[name] = totals.get(name, 0.0) + Clock.seconds(start, end)
         return totals
 
 
@@ -133,19 +124,11 @@ def _timed_modules(model: Transformer) -> dict[str, nn.Module]:
 
 
 def _component_name(name: str) -> str:
-    """Return the component that a module belongs to.
-
-    It is "decoder.attention" for "decoder.3.attention", and "decoder.block_norms" for every norm inside a block.
-    """
+    """Return "decoder.attention" for "decoder.3.attention", and "decoder.block_norms" for every norm inside a block."""
     parts = name.split(".")
     if len(parts) < 3:
         return name
     return f"{parts[0]}.block_norms" if parts[-1].endswith("norm") else f"{parts[0]}.{parts[-1]}"
-
-
-def _layer_name(name: str) -> str:
-    parts = name.split(".")
-    return name if len(parts) < 3 else f"{parts[0]}.{parts[1]}"
 
 
 def _kind_name(name: str) -> str:
@@ -153,7 +136,11 @@ def _kind_name(name: str) -> str:
     return "norm" if last.endswith("norm") else {"cross": "attention", "target": "input"}.get(last, last)
 
 
-GROUPS: dict[str, Callable[[str], str]] = {"component": _component_name, "layer": _layer_name, "kind": _kind_name}
+GROUPS: dict[str, Callable[[str], str]] = {
+    "component": _component_name,
+    "layer": lambda name: ".".join(name.split(".")[:2]),
+    "kind": _kind_name,
+}
 
 
 def profile(
@@ -169,40 +156,32 @@ def profile(
     if by not in GROUPS:
         raise InputError(f"there is no grouping {by!r}; write one of {', '.join(GROUPS)}")
     clock = Clock(next(iter(model.parameters())).device)
-    best: dict[str, ComponentCost] | None = None
-    for pass_index in range(rounds + 1):
-        costs = _profile_pass(model, inputs, backward, clock)
-        if pass_index and (best is None or _seconds(costs) < _seconds(best)):
-            best = costs
-    assert best is not None
+    passes = [_profile_pass(model, inputs, backward, clock) for _ in range(rounds + 1)][1:]
+    fastest = min(passes, key=lambda costs: costs["total"].seconds + costs["total"].backward_seconds)
     grouped: dict[str, ComponentCost] = {}
-    for name, cost in best.items():
+    for name, cost in fastest.items():
         grouped.setdefault(GROUPS[by](name), ComponentCost()).__iadd__(cost)
     return grouped
-
-
-def _seconds(costs: dict[str, ComponentCost]) -> float:
-    return costs["total"].seconds + costs["total"].backward_seconds
 
 
 def _profile_pass(
     model: Transformer, inputs: tuple[Tensor, ...], backward: bool, clock: Clock
 ) -> dict[str, ComponentCost]:
     """Measure one pass; return the cost of every timed module by its full name, of the rest, and in total."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    forward = ComponentTimer(clock, seen_storages=weights)
+    forward = ComponentTimer(clock, (p.untyped_storage().data_ptr() for p in model.parameters()))
     reverse = ComponentTimer(clock)
     handles: list[Any] = []
     for name, module in _timed_modules(model).items():
-        handles.append(module.register_forward_pre_hook(forward.enter_hook(name)))
-        handles.append(module.register_forward_hook(forward.exit_hook))
+        handles.append(module.register_forward_pre_hook(partial(forward.enter, name)))
+        handles.append(module.register_forward_hook(forward.leave))
         if backward and name in INPUTS:
-            handles.append(module.register_forward_hook(_gradient_hook(reverse.enter_hook(name))))
+            handles.append(module.register_forward_hook(partial(reverse.enter_with_gradient, name)))
         elif backward:
-            handles.append(module.register_full_backward_pre_hook(reverse.enter_hook(name)))
-            handles.append(module.register_full_backward_hook(reverse.exit_hook))
+            handles.append(module.register_full_backward_pre_hook(partial(reverse.enter, name)))
+            handles.append(module.register_full_backward_hook(reverse.leave))
+    middle_of_both = end = None
     try:
-        with torch.autograd.graph.saved_tensors_hooks(forward.saved_tensor_hook, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(forward.count_saved, lambda tensor: tensor):
             start = clock.start()
             launch = time.perf_counter()
             output = model(*inputs)
@@ -213,7 +192,7 @@ def _profile_pass(
             middle_of_both = clock.start()
             value.backward()
             while reverse.active:
-                reverse.close()
+                reverse.leave()
             end = clock.read()
         clock.wait()
     finally:
@@ -221,36 +200,19 @@ def _profile_pass(
             handle.remove()
         if backward:
             model.zero_grad(set_to_none=True)
-    total = ComponentCost(Clock.seconds(start, middle), sum(forward.kept_bytes.values()))
+    seconds, backward_seconds, kept = forward.seconds_by_name(), reverse.seconds_by_name(), forward.kept_bytes
+    total = ComponentCost(Clock.seconds(start, middle), sum(kept.values()))
     if backward:
         total.backward_seconds = Clock.seconds(middle_of_both, end)
-    return _costs(forward, reverse, total)
-
-
-def _gradient_hook(enter: Callable[..., None]) -> Callable[..., None]:
-    """Return a forward hook after which `enter` is called when the gradient of the module's output is known."""
-
-    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda gradient: enter(module))
-
-    return hook
-
-
-def _costs(forward: ComponentTimer, reverse: ComponentTimer, total: ComponentCost) -> dict[str, ComponentCost]:
-    seconds, backward_seconds = forward.seconds_by_name(), reverse.seconds_by_name()
-    names = dict.fromkeys([*seconds, *backward_seconds, *forward.kept_bytes])
+    rest = ComponentCost(total.seconds, kept.pop("rest", 0), total.backward_seconds)
     costs = {
-        name: ComponentCost(seconds.get(name, 0.0), forward.kept_bytes.get(name, 0), backward_seconds.get(name, 0.0))
-        for name in names
-        if name != "rest"
+        name: ComponentCost(seconds.get(name, 0.0), kept[name], backward_seconds.get(name, 0.0))
+        for name in dict.fromkeys([*seconds, *backward_seconds, *kept])
     }
-    costs["rest"] = ComponentCost(
-        total.seconds - sum(cost.seconds for cost in costs.values()),
-        forward.kept_bytes.get("rest", 0),
-        total.backward_seconds - sum(cost.backward_seconds for cost in costs.values()),
-    )
-    return costs | {"total": total}
+    for cost in costs.values():
+        rest.seconds -= cost.seconds
+        rest.backward_seconds -= cost.backward_seconds
+    return costs | {"rest": rest, "total": total}
 
 
 class ProfileRow(NamedTuple):

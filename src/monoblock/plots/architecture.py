@@ -51,12 +51,8 @@ FILL = {
     "step": "#f2f2f4",
 }
 LINE, TEXT, QUIET, FRAME = "#30343b", "#16191d", "#646b75", "#fafafa"
-WIDE, HALF, NARROW, BETWEEN = (
-    216,
-    176,
-    96,
-    70,
-)  # widths of a box in a column, of one of two branches, of one of three; and between frames
+WIDE, HALF, NARROW = 216, 176, 96  # widths of a box in a column, of one of two branches, of one of three
+BETWEEN = 70  # of two frames
 GAP, BEND, TITLE, DETAIL = 15, 20, 15, 13  # length of an arrow, distance of a residual line, heights of lines of text
 
 NORM_NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "batch": "BatchNorm"}
@@ -114,7 +110,12 @@ def draw(what: ModelConfig | RecurrentConfig | Transformer, *, name: str | None 
         _draw_stack(column, stack, counts.get(f"{stack_name}.attention.positions", 0), columns.get("encoder"))
         x += half + BETWEEN
     _draw_head(column, config, counts)
-    _draw_inside(picture, next(iter(config.stacks.values())))
+    stack = next(iter(config.stacks.values()))
+    block, where = next(stack.layers()), "" if len(count_blocks(stack)) == 1 else " of layer 0"
+    x = picture.right + 40 + 1.5 * NARROW + 14
+    top = _draw_attention_steps(picture, x, block, where)
+    if block.feedforward.hidden:
+        _draw_feedforward_steps(picture, x, top - 70, block, where)
     title = name or f"{config.family} Transformer"
     shapes = "shapes: B rows, T tokens, S tokens that are attended to"
     family = "" if title.startswith(config.family) else f"{config.family}, "
@@ -178,10 +179,8 @@ class _Picture:
     def render(self, title: str, subtitle: str) -> str:
         """Return the whole picture as SVG, with its title above it."""
         left, top = self.left - 24, self.top - 74
-        width, height = (
-            max(self.right, left + 6.2 * len(subtitle), left + 12 * len(title)) + 24 - left,
-            self.bottom + 20 - top,
-        )
+        width = max(self.right, left + 6.2 * len(subtitle), left + 12 * len(title)) + 24 - left
+        height = self.bottom + 20 - top
         style = (
             f"rect,circle{{stroke:{LINE};stroke-width:1}}path{{stroke:{LINE};stroke-width:1.3;fill:none}}"
             f"text{{font-family:Helvetica,Arial,sans-serif;fill:{TEXT}}}.heading{{font-size:19px;font-weight:bold}}"
@@ -212,8 +211,19 @@ class _Column:
         self.picture.line((self.x, self.y), (self.x, self.y - length), arrow=tip)
         self.y -= length
 
-    def box(self, kind: str, title: str, *lines: str, parameters: int = 0, times: int = 1, width: float = WIDE) -> None:
-        """Draw a box with a title, its parameters and lines of details; `times` layers have these parameters."""
+    def box(
+        self,
+        kind: str,
+        title: str,
+        *lines: str,
+        parameters: int = 0,
+        times: int = 1,
+        width: float = WIDE,
+        arrow: bool = True,
+    ) -> None:
+        """Draw an arrow and a box with a title, its parameters and lines of details; `times` layers have them."""
+        if arrow:
+            self.arrow()
         self.picture.parameters += parameters * times
         count = f"{format_count(parameters)} parameters" if parameters else ""
         rows = [*lines, count] if count else list(lines)
@@ -237,7 +247,6 @@ class _Column:
     def norm(self, norm: NormConfig | None, size: int, times: int = 1, width: float = WIDE) -> None:
         """Draw an arrow and a norm, unless there is none."""
         if norm is not None and norm.kind != "none":
-            self.arrow()
             count = norm_parameters(norm, size)
             self.box("norm", NORM_NAMES[norm.kind], parameters=count, times=times, width=width)
 
@@ -253,12 +262,12 @@ def _draw_input(column: _Column, config: ModelConfig, stack_name: str, counts: d
     is_shared = is_target and prefix == "input"  # the source and the target have one embedding, counted once
     count = {} if is_shared else {key.partition(".")[2]: n for key, n in counts.items() if key.startswith(f"{prefix}.")}
     width = config.width
-    ids = {True: "target ids (B, T)", False: "source ids (B, S)"}[is_target]
-    ids = ids if config.family == "encoder-decoder" else "ids (B, T)"
+    ids = "ids (B, T)"
+    if config.family == "encoder-decoder":
+        ids = "target ids (B, T)" if is_target else "source ids (B, S)"
     if isinstance(given, PatchConfig):
         picture.text(column.x, column.y - 3, f"pixels (B, {given.channels}, {given.image}, {given.image})")
-        names = {"class_token": given.class_token, "distillation_token": given.distillation_token}
-        tokens = [name.replace("_", " ") for name, there in names.items() if there]
+        tokens = [name.replace("_", " ") for name in ("class_token", "distillation_token") if getattr(given, name)]
         tokens += [f"{given.registers} registers"] if given.registers else []
         lines = [f"{given.patch} × {given.patch} × {given.channels} pixels → {width:,}"]
         lines += [f"with {' and '.join(tokens)}"] if tokens else []
@@ -266,11 +275,8 @@ def _draw_input(column: _Column, config: ModelConfig, stack_name: str, counts: d
     elif isinstance(given, FramesConfig):
         picture.text(column.x, column.y - 3, f"frames (B, time, {given.channels})")
         title, size = "two convolutions", width
-        lines = [
-            f"3 × {given.channels} → {width:,}, GELU",
-            f"3 × {width:,} → {width:,}, GELU",
-            "the second: every other frame",
-        ]
+        lines = [f"3 × {given.channels} → {width:,}, GELU", f"3 × {width:,} → {width:,}, GELU"]
+        lines.append("the second: every other frame")
     else:
         picture.text(column.x, column.y - 3, ids)
         size = given.dim or width
@@ -279,7 +285,6 @@ def _draw_input(column: _Column, config: ModelConfig, stack_name: str, counts: d
         if is_shared or (is_target and config.tie in ("source_target", "three_way")):
             lines.append("that of the source")
     column.y -= 16
-    column.arrow()
     column.box("embedding", title, *lines, parameters=sum(n for key, n in count.items() if key in EMBEDDED))
     if isinstance(given, EmbeddingConfig) and given.segments:
         _draw_added(column, f"{given.segments} segments", count.get("segment", 0))
@@ -291,7 +296,6 @@ def _draw_input(column: _Column, config: ModelConfig, stack_name: str, counts: d
     if count or given.norm is not None:
         column.norm(given.norm, projected, times=0 if is_shared else 1)
     if size != width:
-        column.arrow()
         column.box("embedding", "projection", f"{size:,} → {width:,}", parameters=count.get("projection", 0))
 
 
@@ -374,15 +378,8 @@ def _kinds_of_layers(stack: StackConfig) -> list[int]:
     """Return a number for each layer, equal for blocks of one kind, which differ at most in what a query may see."""
     kinds: dict[BlockConfig, int] = {}
     for block in count_blocks(stack):
-        plain = replace(
-            block.attention,
-            positions=None,
-            window=None,
-            global_tokens=False,
-            random_blocks=0,
-            scale=None,
-            random_seed=0,
-        )
+        seen: dict[str, Any] = {"window": None, "global_tokens": False, "random_blocks": 0, "random_seed": 0}
+        plain = replace(block.attention, positions=None, scale=None, **seen)
         kinds[block] = kinds.setdefault(replace(block, attention=plain), len(kinds))
     runs = [([kinds[block] for block in run.blocks], run.times) for run in stack.pattern]
     return [kind for numbers, times in runs for kind in numbers * times]
@@ -413,9 +410,8 @@ def _name_layers(layers: list[int]) -> str:
         return f"layer {layers[0]}"
     if layers == list(range(layers[0], layers[-1] + 1)):
         return f"layers {layers[0]} to {layers[-1]}"
-    return "layers " + (
-        ", ".join(map(str, layers)) if len(layers) <= 4 else f"{layers[0]}, {layers[1]}, … {layers[-1]}"
-    )
+    some = ", ".join(map(str, layers)) if len(layers) <= 4 else f"{layers[0]}, {layers[1]}, … {layers[-1]}"
+    return f"layers {some}"
 
 
 def _draw_block(
@@ -424,12 +420,10 @@ def _draw_block(
     """Draw the sublayers of a block with their norms and residual connections."""
     counts = block_parameters(block)
     gain = block.width if block.layer_scale is not None else 0
-    last = ([f"times {block.residual_scale:g}"] if block.residual_scale != 1 else []) + (
-        ["times a gain"] if gain else []
-    )
+    last = [f"times {block.residual_scale:g}"] if block.residual_scale != 1 else []
+    last += ["times a gain"] if gain else []
 
     def box(into: _Column, name: str, width: float = WIDE) -> None:
-        into.arrow()
         count = gain + sum(n for key, n in counts.items() if key.partition(".")[0] == name)
         if name == "feedforward":
             lines = _feedforward_lines(block.feedforward, block.width)
@@ -490,9 +484,7 @@ def _draw_parallel(column: _Column, block: BlockConfig, owned: int, box: Any) ->
     for branch in branches:
         side = -1 if branch.x < column.x else 1
         picture.line((branch.x, branch.y), (branch.x, y), (column.x + side * 10, y))
-    x = column.x + column.side * (HALF + 8 + BEND)
-    above = column.sum()
-    picture.line((column.x, split - 4), (x, split - 4), (x, above), (column.x + column.side * 10, above))
+    _draw_residual(column, split, HALF + 8 + BEND)
 
 
 def _attention_title(attention: AttentionConfig, name: str) -> str:
@@ -510,25 +502,20 @@ def _attention_lines(attentions: list[AttentionConfig]) -> list[str]:
         heads = "1 head" if attention.heads == 1 else f"{attention.heads} heads"
         shared = "" if groups == attention.heads else f", {groups} for keys and values"
         lines[f"{heads}{shared}"] += 1
-        for line in (_position_line(attention), _window_line(attention)):
-            lines[line] += bool(line)
+        match attention.positions:
+            case Rotary(dim=dim, scaling=scaling):
+                part = f" of {dim} features" if dim is not None else ""
+                lines[f"rotary positions{part}" + (f", {scaling.kind}" if scaling else "")] += 1
+            case Alibi():
+                lines["ALiBi positions"] += 1
+            case Buckets(count=count):
+                lines[f"relative positions, {count} buckets"] += 1
+        lines[_window_line(attention)] += attention.window is not None
         lines["queries and keys normalized"] += attention.qk_norm is not None
         lines["a learned sink for each head"] += attention.sinks
         lines[f"q, k, v clamped to ±{attention.clip:g}" if attention.clip else ""] += bool(attention.clip)
     total = len(attentions)
     return [line if n == total else f"{line} ({n} of {total})" for line, n in lines.items() if n]
-
-
-def _position_line(attention: AttentionConfig) -> str:
-    match attention.positions:
-        case Rotary(dim=dim, scaling=scaling):
-            part = f" of {dim} features" if dim is not None else ""
-            return f"rotary positions{part}" + (f", {scaling.kind}" if scaling else "")
-        case Alibi():
-            return "ALiBi positions"
-        case Buckets(count=count):
-            return f"relative positions, {count} buckets"
-    return ""
 
 
 def _window_line(attention: AttentionConfig) -> str:
@@ -572,7 +559,6 @@ def _draw_head(column: _Column, config: ModelConfig, counts: dict[str, int]) -> 
         scale = f"1/√{width:,}" if head.scale == "inverse_sqrt_width" else f"{head.scale:g}"
         lines += [f"times {scale}"] if head.scale != 1.0 else []
         lines += [f"soft cap {head.softcap:g}"] if head.softcap else []
-        column.arrow()
         column.box("head", HEAD_TITLES[head.kind], *lines, parameters=sum(names.values()))
         is_row = head.kind in SEQUENCE_HEADS
         what = "vectors" if head.kind == "pooled" else "numbers" if head.kind == "regression" else "logits"
@@ -596,16 +582,6 @@ HEAD_TITLES = {
 # -- inside attention and the feed-forward network -------------------------------------------------------------------
 
 
-def _draw_inside(picture: _Picture, stack: StackConfig) -> None:
-    """Draw the steps of attention and of the feed-forward network of the first block, right of the model."""
-    block = next(stack.layers())
-    where = "" if len(count_blocks(stack)) == 1 else " of layer 0"
-    x = picture.right + 40 + 1.5 * NARROW + 14
-    bottom = _draw_attention_steps(picture, x, block, where)
-    if block.feedforward.hidden:
-        _draw_feedforward_steps(picture, x, bottom - 70, block, where)
-
-
 def _draw_attention_steps(picture: _Picture, x: float, block: BlockConfig, where: str) -> float:
     """Draw attention from x to its output, and return how high it reaches."""
     attention, width = block.attention, block.width
@@ -623,12 +599,10 @@ def _draw_attention_steps(picture: _Picture, x: float, block: BlockConfig, where
     for place, (name, shape, norm, positions) in zip((-1, 0, 1), shapes, strict=True):
         branch = _Column(picture, x + place * (NARROW + 14), y=-26)
         picture.line((x, -16), (x, -26), (branch.x, -26), arrow=False)
-        branch.arrow()
         clip = [f"clamped to ±{attention.clip:g}"] if attention.clip else []
         branch.box("attention", name, f"{width:,} →", shape, *clip, width=NARROW)
         branch.norm(norm, 0, 0, NARROW)
         if isinstance(positions, Rotary):
-            branch.arrow()
             branch.box("step", "rotate", "by position", width=NARROW)
         tops.append(branch)
     above = min(branch.y for branch in tops) - GAP
@@ -637,40 +611,31 @@ def _draw_attention_steps(picture: _Picture, x: float, block: BlockConfig, where
         picture.line((branch.x, branch.y), (branch.x, above))
     pair, inner = 2 * NARROW + 14, "φ(q) · φ(k)ᵀ" if attention.kind == "linear" else "q · kᵀ"
     if attention.kind == "linear":
-        column.box("step", inner, "sums over the keys seen", width=pair)
+        column.box("step", inner, "sums over the keys seen", width=pair, arrow=False)
     else:
         scale = size**-0.5 if attention.scale is None else attention.scale
         factor = f" / √{size}" if math.isclose(scale, size**-0.5) else f" × {scale:.4g}" if scale != 1 else ""
-        column.box("step", f"{inner}{factor}", f"scores (B, {attention.heads}, T, S)", width=pair)
+        scores = f"scores (B, {attention.heads}, T, S)"
+        column.box("step", f"{inner}{factor}", scores, width=pair, arrow=False)
         if attention.softcap:
-            column.arrow()
             column.box("step", "soft cap", f"{attention.softcap:g} · tanh(score / {attention.softcap:g})", width=pair)
         if isinstance(attention.positions, Alibi | Buckets):
-            column.arrow()
-            words = (
-                "− slope · distance" if isinstance(attention.positions, Alibi) else "+ bias of the distance's bucket"
-            )
+            is_alibi = isinstance(attention.positions, Alibi)
+            words = "− slope · distance" if is_alibi else "+ bias of the distance's bucket"
             column.box("step", "position bias", words, width=pair)
-        column.arrow()
         column.box("step", "mask", MASK_LINES[attention.mask], *filter(None, [_window_line(attention)]), width=pair)
-        column.arrow()
         column.box("step", "softmax", "over the keys" + (" and a sink" if attention.sinks else ""), width=pair)
     total = _Column(picture, x, y=column.y - GAP)
     picture.line((column.x, column.y), (column.x, total.y))
     picture.line((tops[2].x, tops[2].y), (tops[2].x, total.y))
     whole = 3 * NARROW + 28
-    total.box(
-        "step",
-        "weights · v",
-        f"{attention.heads} heads side by side (B, T, {attention.heads * value_size:,})",
-        width=whole,
-    )
+    value_width = attention.heads * value_size
+    heads = f"{attention.heads} heads side by side (B, T, {value_width:,})"
+    total.box("step", "weights · v", heads, width=whole, arrow=False)
+    total.box("attention", "output", f"{value_width:,} → {width:,}", width=whole)
     total.arrow()
-    total.box("attention", "output", f"{attention.heads * value_size:,} → {width:,}", width=whole)
-    total.arrow()
-    picture.text(
-        x - whole / 2, total.y - 14, f"Inside {_attention_title(attention, 'attention')}{where}", "title", "start"
-    )
+    title = f"Inside {_attention_title(attention, 'attention')}{where}"
+    picture.text(x - whole / 2, total.y - 14, title, "title", "start")
     return total.y - 14
 
 
@@ -692,27 +657,20 @@ def _draw_feedforward_steps(picture: _Picture, x: float, bottom: float, block: B
         branches = [_Column(picture, x + place * whole / 4, y=column.y - 10) for place in (-1.05, 1.05)]
         for name, branch in zip(("gate", "up"), branches, strict=True):
             picture.line((x, column.y), (x, branch.y), (branch.x, branch.y), arrow=False)
-            branch.arrow()
             branch.box("feedforward", name, f"{width:,} → {hidden}", width=whole / 2 - 10)
         limit = feedforward.clamp
-        branches[0].arrow()
         branches[0].box("step", act, *([f"of at most {limit:g}"] if limit else []), width=whole / 2 - 10)
         if limit:
-            branches[1].arrow()
             branches[1].box("step", "clamp", f"to ±{limit:g}, plus 1", width=whole / 2 - 10)
         column.y = branches[0].y - 8
         y = column.sum("×", arrow=False)
         for branch, side in zip(branches, (-1, 1), strict=True):
             picture.line((branch.x, branch.y), (branch.x, y), (x + side * 10, y))
     else:
-        column.arrow()
         column.box("feedforward", "up", f"{width:,} → {hidden}", width=whole)
-        column.arrow()
         column.box("step", act, width=whole)
-    column.arrow()
     column.box("feedforward", "down", f"{hidden} → {width:,}", width=whole)
     if experts is not None:  # the router reads x as the expert does, and weighs what the experts return
-        column.arrow()
         top = f"sum of the best {experts.top_k} of {experts.count} experts, weighted"
         column.box("step", "router", top, f"by a softmax of x ({width:,} → {experts.count})", width=whole)
         edge, middle = x + whole / 2, column.y + (9 + TITLE + 2 * DETAIL) / 2
