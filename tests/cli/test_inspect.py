@@ -271,8 +271,8 @@ def test_help_shows_the_parts(capsys):
 
 
 def test_the_demo_ends_with_a_picture_of_the_attention(folders):
-    from monoblock.cli.demo import _draw_attention
+    from monoblock.cli.demo import save_attention_map
 
-    path = _draw_attention(folders / "decoder")
+    path = save_attention_map(folders / "decoder")
     assert path == str(folders / "decoder" / "attention.png")
     assert (folders / "decoder" / "attention.png").stat().st_size > 1000

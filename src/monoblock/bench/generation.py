@@ -48,10 +48,6 @@ class BenchSetup(NamedTuple):
     threads: int
 
     @property
-    def is_encoder_decoder(self) -> bool:
-        return self.model.encoder is not None
-
-    @property
     def dtype(self) -> torch.dtype:
         return next(iter(self.model.parameters())).dtype
 
@@ -111,9 +107,11 @@ def export_for_peers(model: Transformer, folder: Path) -> str | None:
     return None
 
 
-def _require_package(package: str) -> None:
-    if find_spec(package) is None:
+def _check_peer(setup: BenchSetup, *packages: str, only_decoders: bool = True) -> None:
+    if not all(map(find_spec, packages)):
         raise RunnerUnavailable("not installed")
+    if only_decoders and setup.model.encoder is not None:
+        raise RunnerUnavailable("only decoder-only models are compared")
 
 
 @contextlib.contextmanager
@@ -129,13 +127,12 @@ def silence_transformers() -> Iterator[None]:
 
 
 def transformers_runner(setup: BenchSetup, cache: str | None = None) -> Runner:
-    _require_package("transformers")
+    _check_peer(setup, "transformers", only_decoders=False)
     with silence_transformers():
         import transformers
 
-        auto_class = (
-            transformers.AutoModelForSeq2SeqLM if setup.is_encoder_decoder else transformers.AutoModelForCausalLM
-        )
+        is_pair = setup.model.encoder is not None
+        auto_class = transformers.AutoModelForSeq2SeqLM if is_pair else transformers.AutoModelForCausalLM
         model: Any = auto_class.from_pretrained(setup.folder, dtype=setup.dtype)
         model = model.to(setup.device).eval()
     model.generation_config.eos_token_id = None
@@ -158,10 +155,7 @@ def transformers_runner(setup: BenchSetup, cache: str | None = None) -> Runner:
 
 
 def ctranslate2_runner(setup: BenchSetup, kind: str) -> Runner:
-    _require_package("ctranslate2")
-    _require_package("transformers")
-    if setup.is_encoder_decoder:
-        raise RunnerUnavailable("only decoder-only models are compared")
+    _check_peer(setup, "ctranslate2", "transformers")
     if setup.dtype != torch.float32:
         raise RunnerUnavailable("only fp32 models are compared")
     with silence_transformers():
@@ -183,9 +177,7 @@ def ctranslate2_runner(setup: BenchSetup, kind: str) -> Runner:
 
 
 def llama_cpp_runner(setup: BenchSetup, kind: str) -> Runner:
-    _require_package("llama_cpp")
-    if setup.is_encoder_decoder:
-        raise RunnerUnavailable("only decoder-only models are compared")
+    _check_peer(setup, "llama_cpp")
     import numpy as np
 
     from monoblock.interop.gguf.writer import save_gguf
@@ -258,11 +250,59 @@ def measure_runners(
     progress: called with a line before each step.
     """
     parameter = next(iter(model.parameters()))
-    setup = BenchSetup(model, folder, str(parameter.device), torch.get_num_threads())
-    runners, unavailable = _build_runners(setup, names, progress)
+    device, is_gpu = parameter.device, parameter.device.type == "cuda"
+    setup = BenchSetup(model, folder, str(device), torch.get_num_threads())
+    absent: dict[str, str] = {}  # the reasons why runners could not be measured
+
+    def attempt(name: str, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except RunnerUnavailable as problem:
+            absent[name] = str(problem)
+        except Exception as problem:
+            if name.startswith("monoblock"):
+                raise
+            absent[name] = f"failed with {type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
+
+    peers = [name for name in names if not name.startswith("monoblock")]
+    export_problem = export_for_peers(model, folder) if peers else None
+    runners: dict[str, Runner] = {}
+    for name in names:
+        if name in peers and export_problem is not None:
+            absent[name] = export_problem
+            continue
+        progress(f"preparing {name}")
+        if (runner := attempt(name, partial(RUNNERS[name], setup))) is not None:
+            runners[name] = runner
     vocabulary = min(part.vocab for part in model.config.inputs.values() if hasattr(part, "vocab"))
     random_batch = torch.randint(1, vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(1)).tolist()
-    times, failed = _time_runners(runners, prompts or [random_batch], new, rounds, parameter.device, progress)
+    prompts = prompts or [random_batch]
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runners}
+    peaks: dict[str, int | None] = {}
+    # The runners take turns within a round, so that a change in the load of the machine affects all of them.
+    for round_number in range(rounds + 1):
+        progress("warming up" if not round_number else f"round {round_number} of {rounds}")
+        for name in [name for name in runners if name not in absent]:
+            if is_gpu:
+                torch.cuda.reset_peak_memory_stats(device)
+            ids = prompts[round_number % len(prompts)]
+            times = attempt(name, partial(_time_first_and_all, runners[name], ids, new, is_gpu))
+            peaks[name] = torch.cuda.max_memory_allocated(device) if is_gpu else None
+            if round_number and times is not None:
+                seconds[name].append(times)
+    rows = {}
+    for name, runner in runners.items():
+        if name not in absent:
+            first, total = map(statistics.median, zip(*seconds[name], strict=True))
+            rows[name] = {
+                "prefill_tokens_per_second": prompt * batch / first,
+                # None: too short to measure
+                "decode_tokens_per_second": new * batch / (total - first) if total > first else None,
+                "seconds_first": first,
+                "seconds_all": total,
+                "weight_bytes": runner.weight_bytes,
+                "peak_bytes": peaks[name],  # of a GPU
+            }
     dtype = str(parameter.dtype).removeprefix("torch.")
     short_dtype = next(short for short, name in DTYPE_NAMES.items() if name == dtype)
     return {
@@ -275,88 +315,18 @@ def measure_runners(
         "batch": batch,
         "rounds": rounds,
         "kv_cache_bytes": account(model.config).kv_cache_bytes(batch, prompt + new, short_dtype),
-        "runners": {
-            name: _summarize_times(times[name], runner.weight_bytes, prompt * batch, new * batch)
-            for name, runner in runners.items()
-            if name in times
-        },
-        "absent": unavailable | failed,
+        "runners": rows,
+        "absent": absent,
     }
 
 
-def _build_runners(setup: BenchSetup, names: list[str], progress: Progress) -> tuple[dict[str, Runner], dict[str, str]]:
-    """Build the named runners; return them by name, and for each one that is not available the reason."""
-    peers = [name for name in names if not name.startswith("monoblock")]
-    export_problem = export_for_peers(setup.model, setup.folder) if peers else None
-    runners, unavailable = {}, {}
-    for name in names:
-        try:
-            if name in peers and export_problem is not None:
-                raise RunnerUnavailable(export_problem)
-            progress(f"preparing {name}")
-            runners[name] = RUNNERS[name](setup)
-        except RunnerUnavailable as problem:
-            unavailable[name] = str(problem)
-        except Exception as problem:
-            if name not in peers:
-                raise
-            unavailable[name] = _failure(problem)
-    return runners, unavailable
-
-
-def _failure(problem: Exception) -> str:
-    """Return one line about the error of another library."""
-    return f"failed with {type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
-
-
-def _time_runners(
-    runners: dict[str, Runner], prompts: list[list[list[int]]], new: int, rounds: int, device: Any, progress: Progress
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Time the runners; return for each its seconds to the first token and to all tokens by round, and its peak memory.
-
-    The runners take turns within a round, so that a change in the load of the machine affects all of them. The peak
-    memory is that of the GPU; it is None on a CPU. The second result has the error of each other library that failed.
-    """
-    times: dict[str, Any] = {name: {"first": [], "all": [], "peak": None} for name in runners}
-    failed: dict[str, str] = {}
-    for round_number in range(rounds + 1):
-        progress("warming up" if not round_number else f"round {round_number} of {rounds}")
-        for name in list(times):
-            try:
-                seconds, peak = _time_once(runners[name], prompts[round_number % len(prompts)], new, device)
-            except Exception as problem:
-                if name.startswith("monoblock"):
-                    raise
-                failed[name] = _failure(problem)
-                del times[name]
-                continue
-            times[name]["peak"] = peak
-            for key, value in seconds.items() if round_number else ():
-                times[name][key].append(value)
-    return times, failed
-
-
-def _time_once(runner: Runner, prompts: list[list[int]], new: int, device: Any) -> tuple[dict[str, float], int | None]:
-    """Return the seconds to the first token and to all tokens, and the peak memory on a GPU."""
-    is_gpu, seconds = device.type == "cuda", {}
-    if is_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    for key, count in (("first", 1), ("all", new + 1)):
+def _time_first_and_all(runner: Runner, prompts: list[list[int]], new: int, is_gpu: bool) -> tuple[float, float]:
+    """Return the seconds to the first token, and to `new` more."""
+    seconds = []
+    for count in (1, new + 1):
         start = time.perf_counter()
         runner.run(prompts, count)
         if is_gpu:
-            torch.cuda.synchronize(device)
-        seconds[key] = time.perf_counter() - start
-    return seconds, torch.cuda.max_memory_allocated(device) if is_gpu else None
-
-
-def _summarize_times(times: dict[str, Any], weight_bytes: int, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
-    first, total = statistics.median(times["first"]), statistics.median(times["all"])
-    return {
-        "prefill_tokens_per_second": prompt_tokens / first,
-        "decode_tokens_per_second": new_tokens / (total - first) if total > first else None,  # too short to measure
-        "seconds_first": first,
-        "seconds_all": total,
-        "weight_bytes": weight_bytes,
-        "peak_bytes": times["peak"],
-    }
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds[0], seconds[1]

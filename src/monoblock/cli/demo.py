@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -15,9 +16,9 @@ from monoblock.cli.verb import json_option, option
 from monoblock.errors import ConfigError, FileError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from monoblock.nn.masks import Mask
+
+T = TypeVar("T")
 
 ATTENTION_TEXT = "And God said, Let there be light: and there was light."
 
@@ -55,36 +56,33 @@ class Demo:
 
     def run(self) -> None:
         if self.picture is not None:
-            _draw_overview(self.picture, self.as_json)
+            from monoblock.plots.figure import check_plot_path
+            from monoblock.plots.masks import save_overview
+
+            check_plot_path(self.picture)
+            save_overview(self.picture)
+            if self.as_json:
+                print_json({"picture": str(self.picture)})
+            else:
+                echo(f"Saved {self.picture}")
             return
         if self.families and self.resume is not None:
             raise ConfigError("--families trains nothing that --resume could continue; leave one of them out")
-        folder = make_numbered_folder(self.out, "demo") if self.resume is None else self.resume
+        if self.resume is None:
+            folder = next(path for number in count(1) if not (path := self.out / f"demo-{number}").exists())
+            folder.mkdir(parents=True)
+        else:
+            folder = self.resume
         if self.families:
-            result = _check_families(folder)
+            rows = []
+            for name in SHOWCASE_PRESETS:
+                echo(f"building {name} …", err=True)
+                rows.append(check_family(name))
+            result = {"families": rows, "pictures": _draw_or_note(save_pictures, folder) or []}
             report(self.as_json, result, _print_families, "account gpt2 --batch 8 --length 1024")
         else:
             result = _train_demo(folder, self.seed, resume=self.resume is not None)
             report(self.as_json, result, _print_report, f"account {folder}")
-
-
-def make_numbered_folder(parent: Path, name: str) -> Path:
-    """Create and return the folder parent/name-N, where N is the first free number from 1 on."""
-    folder = next(path for number in count(1) if not (path := parent / f"{name}-{number}").exists())
-    folder.mkdir(parents=True)
-    return folder
-
-
-def _draw_overview(path: Path, as_json: bool) -> None:
-    from monoblock.plots.figure import check_plot_path
-    from monoblock.plots.masks import save_overview
-
-    check_plot_path(path)
-    save_overview(path)
-    if as_json:
-        print_json({"picture": str(path)})
-    else:
-        echo(f"Saved {path}")
 
 
 def _train_demo(folder: Path, seed: int, *, resume: bool) -> dict[str, Any]:
@@ -100,26 +98,30 @@ def _train_demo(folder: Path, seed: int, *, resume: bool) -> dict[str, Any]:
     if code is not None:
         print_continuation(folder, last.step, ["demo", "--resume", str(folder)])
         raise click.exceptions.Exit(code)
-    model_account = account(run.model)
-    findings = diagnose(folder)
+    costs, findings = account(run.model), diagnose(folder)
     return {
         "folder": str(folder),
         "loss": run.metrics["val_loss"],
         "baselines": run.task_data.baseline_losses,
         "sample": run.sample_text(run.model),
-        "parameters": model_account.parameters,
-        "components": dict(model_account.components),
+        "parameters": costs.parameters,
+        "components": dict(costs.components),
         "doctor": {**findings.to_dict(), "checks": [result.name for result in findings.checks]},
-        "picture": _draw_attention(folder),
+        "picture": _draw_or_note(save_attention_map, folder),
     }
 
 
-def _draw_attention(folder: Path) -> str | None:
-    """Draw which tokens every head attends to; return the path of the picture, None without matplotlib."""
+def save_attention_map(folder: Path) -> str:
+    """Draw which tokens every head of the model in a folder attends to."""
     from monoblock.runs.inspect.picture import save_attention
 
+    return str(save_attention(folder, ATTENTION_TEXT, folder / "attention.png"))
+
+
+def _draw_or_note(draw: Callable[[Path], T], folder: Path) -> T | None:
+    """Draw pictures into a folder; without matplotlib, print a note and return None."""
     try:
-        return str(save_attention(folder, ATTENTION_TEXT, folder / "attention.png"))
+        return draw(folder)
     except FileError as problem:
         echo(f"no picture: {problem}", err=True)
         return None
@@ -146,37 +148,6 @@ def _print_report(result: dict[str, Any]) -> None:
 # -- a toy model of every architecture ---------------------------------------------------------------------------------
 
 
-def _check_families(folder: Path) -> dict[str, Any]:
-    rows = []
-    for name in SHOWCASE_PRESETS:
-        echo(f"building {name} …", err=True)
-        rows.append(check_family(name))
-    try:
-        return {"families": rows, "pictures": save_pictures(folder)}
-    except FileError as problem:  # without matplotlib, only text is shown
-        echo(f"no pictures: {problem}", err=True)
-        return {"families": rows, "pictures": []}
-
-
-def _run_toy(model: Any, config: Any) -> tuple[list[int], float | None]:
-    """Return the shape of the output and, if it decodes, the largest difference that the cache makes to logits."""
-    import torch
-
-    if config.family == "vision":
-        image = config.input.image
-        return list(model(torch.zeros(2, config.input.channels, image, image)).shape), None
-    ids = torch.randint(1, config.input.vocab, (2, 13), generator=torch.Generator().manual_seed(1))
-    source = [ids] if config.encoder is not None and config.decoder is not None else []
-    shape = list(model(*source, ids[:, :11] if source else ids).shape)
-    if config.decoder is None:
-        return shape, None
-    full, cache, logits = model(*source, ids), model.make_cache(2, 13), []
-    for step in range(13):
-        logits.append(model(*source, ids[:, step : step + 1], cache=cache))
-        cache.advance(1)
-    return shape, float((torch.cat(logits, 1) - full).abs().max())
-
-
 def check_family(name: str) -> dict[str, Any]:
     """Count the parameters of a preset, and run a toy model of the same structure with and without a cache."""
     import torch
@@ -189,16 +160,28 @@ def check_family(name: str) -> dict[str, Any]:
         built = sum(p.numel() for p in Transformer(PRESETS[name].config).parameters())
     parameters = account(PRESETS[name].config).parameters
     torch.manual_seed(0)
-    config = tiny(name)
-    model = Transformer(config).eval()
+    config: Any = tiny(name)
+    model: Any = Transformer(config).eval()
+    difference = None
     with torch.no_grad():
-        shape, difference = _run_toy(model, config)
+        if config.family == "vision":
+            output = model(torch.zeros(2, config.input.channels, config.input.image, config.input.image))
+        else:
+            ids = torch.randint(1, config.input.vocab, (2, 13), generator=torch.Generator().manual_seed(1))
+            source = [ids] if config.family == "encoder-decoder" else []
+            output = model(*source, ids[:, :11] if source else ids)
+        if config.decoder is not None:
+            full, cache, logits = model(*source, ids), model.make_cache(2, 13), []
+            for step in range(13):
+                logits.append(model(*source, ids[:, step : step + 1], cache=cache))
+                cache.advance(1)
+            difference = float((torch.cat(logits, 1) - full).abs().max())
     return {
         "preset": name,
         "family": config.family,
         "parameters": parameters,
         "equals_built": built == parameters,
-        "toy_output": shape,
+        "toy_output": list(output.shape),
         "cached_difference": difference,
     }
 
@@ -238,12 +221,6 @@ def _print_families(result: dict[str, Any]) -> None:
         difference = "" if row["cached_difference"] is None else f"{row['cached_difference']:.1e}"
         rows.append((row["preset"], row["family"], *counts, "×".join(map(str, row["toy_output"])), difference))
     print_table(columns, rows)
-    _print_diagrams()
-    for picture in result["pictures"]:
-        echo(f"Saved {picture}")
-
-
-def _print_diagrams() -> None:
     import torch
 
     from monoblock.config.model import Sinusoid
@@ -255,8 +232,12 @@ def _print_diagrams() -> None:
     for left, right in zip(mask_text(causal, 12), mask_text(causal & window(4), 12), strict=True):
         echo(f"  {left}  {right}")
     echo("\nSinusoidal positions (one line per position: sines on the left, fastest first, cosines on the right):")
-    for line in shade_matrix(sinusoid(torch.arange(12), 64, Sinusoid(form="halves"))):
-        echo(f"  {line}")
+    matrix = sinusoid(torch.arange(12), 64, Sinusoid(form="halves"))
+    levels = ((matrix - matrix.min()) / (matrix.max() - matrix.min()) * (len(SHADES) - 1)).round().long()
+    for row in levels.tolist():  # a blank for the lowest value, and a full square for the highest
+        echo(f"  {''.join(SHADES[level] for level in row)}")
+    for picture in result["pictures"]:
+        echo(f"Saved {picture}")
 
 
 def mask_text(mask: Mask, length: int) -> list[str]:
@@ -265,10 +246,3 @@ def mask_text(mask: Mask, length: int) -> list[str]:
 
     allowed = mask.dense(arange_positions(length), arange_positions(length))[0, 0]
     return ["".join("██" if visible else "··" for visible in row) for row in allowed.tolist()]
-
-
-def shade_matrix(matrix: Tensor) -> list[str]:
-    """Draw a matrix as lines of text, with a blank for the lowest value and a full square for the highest."""
-    low, high = matrix.min(), matrix.max()
-    levels = ((matrix - low) / (high - low).clamp(min=1e-9) * (len(SHADES) - 1)).round().long()
-    return ["".join(SHADES[level] for level in row) for row in levels.tolist()]

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from monoblock.cli.output import echo, print_json, print_table, report
 from monoblock.cli.verb import argument, json_option, option
 from monoblock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from monoblock.doctor.report import Report
 
 CHECK_FAILED = 3  # exit code
 
@@ -52,25 +48,24 @@ class Doctor:
                 raise ConfigError(
                     f"{self.model} holds code, which is not run here; write the three lines above in Python"
                 )
-        result = self._examine()
+        from monoblock.runs.diagnose import diagnose, load_model_to_examine
+
+        if self.inject is not None:
+            from monoblock.doctor.faults import diagnose_with_fault, find_fault
+
+            find_fault(self.inject)
+            model = None if self.model is None else load_model_to_examine(self.model)
+            result = diagnose_with_fault(self.inject, model)
+        else:
+            assert self.model is not None
+            names = None if self.checks is None else [name.strip() for name in self.checks.split(",") if name.strip()]
+            result = diagnose(self.model, checks=names)
         if self.html is not None:
             result.html(self.html)
         text = str(result) if self.html is None else f"{result}\nSaved {self.html}"
         next_command = "doctor --list" if self.model is None else f"doctor {self.model} --inject no_causal_mask"
         report(self.as_json, result.to_dict(), lambda _: echo(text), next_command)
         return None if result.ok else CHECK_FAILED
-
-    def _examine(self) -> Report:
-        from monoblock.runs.diagnose import diagnose, load_model_to_examine
-
-        if self.inject is None:
-            assert self.model is not None
-            names = None if self.checks is None else [name.strip() for name in self.checks.split(",") if name.strip()]
-            return diagnose(self.model, checks=names)
-        from monoblock.doctor.faults import diagnose_with_fault, find_fault
-
-        find_fault(self.inject)
-        return diagnose_with_fault(self.inject, None if self.model is None else load_model_to_examine(self.model))
 
 
 def _print_list(as_json: bool) -> None:

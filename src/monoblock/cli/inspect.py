@@ -161,9 +161,9 @@ def _save(request: Request, model: str, parts: dict[str, Part], out: Path, is_pa
 def _describe_input(request: Request) -> str:
     sides = {"source": request.input.source_tokens, "target": request.input.target_tokens}
     texts = {name: f"{len(tokens)} tokens: {' '.join(tokens)[:300]}" for name, tokens in sides.items() if tokens}
-    if request.input.pixels is not None:
-        return f"{request.model.config.family}; {texts['source']}; a patch is named by its row and its column"
     described = "; ".join(f"{name}, {text}" for name, text in texts.items()) if len(texts) > 1 else texts["source"]
+    if request.input.pixels is not None:
+        described = f"{texts['source']}; a patch is named by its row and its column"
     return f"{request.model.config.family}; {described}"
 
 

@@ -26,32 +26,28 @@ NARROW_COLUMNS = ("type", "default", "paper")  # on a terminal, these leave room
 
 
 def _list_recipes() -> list[Record]:
+    from monoblock.accounting.report import account
     from monoblock.recipes.parse import list_recipes
+    from monoblock.runs.account import config_of_recipe
     from monoblock.runs.recipe import read_recipe
 
-    return [
-        {
-            "name": name,
-            "objective": recipe.train.objective,
-            "corpus": recipe.data.corpus,
-            "parameters": _count_parameters(name),
-            "steps": recipe.train.steps if recipe.train.epochs is None else None,
-            "epochs": recipe.train.epochs,
-            "about": recipe.about,
-        }
-        for name, recipe in ((name, read_recipe(name)) for name in list_recipes())
-    ]
-
-
-def _count_parameters(name: str) -> int | None:
-    """Return the number of parameters of a recipe's model; None if it depends on the data (vocabulary, classes)."""
-    from monoblock.accounting.report import account
-    from monoblock.runs.account import config_of_recipe
-
-    try:
-        return account(config_of_recipe(name)).parameters
-    except ConfigError:
-        return None
+    rows = []
+    for name in list_recipes():
+        recipe, parameters = read_recipe(name), None
+        with suppress(ConfigError):  # the number depends on the data (vocabulary, classes)
+            parameters = account(config_of_recipe(name)).parameters
+        rows.append(
+            {
+                "name": name,
+                "objective": recipe.train.objective,
+                "corpus": recipe.data.corpus,
+                "parameters": parameters,
+                "steps": recipe.train.steps if recipe.train.epochs is None else None,
+                "epochs": recipe.train.epochs,
+                "about": recipe.about,
+            }
+        )
+    return rows
 
 
 def _list_tasks() -> list[Record]:
@@ -98,7 +94,7 @@ def _list_knobs() -> list[Record]:
 
 def _describe_setting(name: str, hint: Any, default: Any, meaning: str) -> Record:
     """Return a description of a key or knob; without "default" if it has none."""
-    words = [*type_words(hint), *(_without_quotes(format_toml(choice)) for choice in list_choices(hint))]
+    words = [*type_words(hint), *map(_show_value, list_choices(hint))]
     row = {"name": name, "type": ", ".join(words), "choices": list_choices(hint), "meaning": meaning}
     return row if default is REQUIRED else row | {"default": default}
 
@@ -140,39 +136,38 @@ def _list_experiments() -> list[Record]:
 
 
 def _list_runs() -> list[Record]:
-    folders = sorted(RUNS_FOLDER.iterdir()) if RUNS_FOLDER.is_dir() else []
-    return [_describe_run(folder) for folder in folders if os.path.isfile(folder / RECIPE_FILE)]
-
-
-def _describe_run(folder: Path) -> Record:
-    """Return a description of a run folder.
-
-    If a file is missing or unreadable, the values that come from it are None, and the number of steps is 0.
-    """
+    """Describe the run folders; what comes from a file that is missing or unreadable is None, and `steps` 0."""
     from monoblock.errors import MonoblockError
     from monoblock.runs.recipe import read_recipe
     from monoblock.training.events import read_metrics
 
-    recipe, lines = None, []
-    with suppress(MonoblockError), reading(folder):
-        recipe = read_recipe(recipe_path(folder))
-    with suppress(MonoblockError), reading(folder):
-        lines = read_metrics(folder)
-    validations = [line for line in lines if math.isfinite(line.get("val_loss", math.nan))]
-    best = min(validations, key=lambda line: line["val_loss"], default={})
-    last: Record = next((line for line in reversed(lines) if "loss" in line), {})
-    return {
-        "name": folder.name,
-        "recipe": recipe.name if recipe else None,
-        "lr": recipe.train.lr if recipe else None,
-        "steps": max((line["step"] for line in lines), default=0),
-        "of": recipe.train.steps if recipe else None,
-        "best_val_loss": best.get("val_loss"),
-        "best_step": best.get("step"),
-        "loss": last.get("loss"),
-        "finished": os.path.isfile(folder / "model.safetensors"),
-        "folder": str(folder),
-    }
+    rows = []
+    for folder in sorted(RUNS_FOLDER.iterdir()) if RUNS_FOLDER.is_dir() else []:
+        if not os.path.isfile(folder / RECIPE_FILE):
+            continue
+        recipe, lines = None, []
+        with suppress(MonoblockError), reading(folder):
+            recipe = read_recipe(recipe_path(folder))
+        with suppress(MonoblockError), reading(folder):
+            lines = read_metrics(folder)
+        validations = [line for line in lines if math.isfinite(line.get("val_loss", math.nan))]
+        best = min(validations, key=lambda line: line["val_loss"], default={})
+        last: Record = next((line for line in reversed(lines) if "loss" in line), {})
+        rows.append(
+            {
+                "name": folder.name,
+                "recipe": recipe.name if recipe else None,
+                "lr": recipe.train.lr if recipe else None,
+                "steps": max((line["step"] for line in lines), default=0),
+                "of": recipe.train.steps if recipe else None,
+                "best_val_loss": best.get("val_loss"),
+                "best_step": best.get("step"),
+                "loss": last.get("loss"),
+                "finished": os.path.isfile(folder / "model.safetensors"),
+                "folder": str(folder),
+            }
+        )
+    return rows
 
 
 # Name -> (function that lists it, columns shown, command to suggest). --json prints every key.
@@ -203,10 +198,6 @@ def _select_rows(name: str, rows: list[Record], word: str) -> list[Record]:
     raise ConfigError(f"none of the {name} matches {word!r}{did_you_mean(word, names)}")
 
 
-def _cell(row: Record, column: str) -> object:
-    return _without_quotes(format_toml(row.get(column, REQUIRED))) if column == "default" else row[column]
-
-
 def format_toml(value: Any) -> str:
     """Write a default value as in TOML, which has no None: a key that is none is left out."""
     match value:
@@ -224,8 +215,9 @@ def format_toml(value: Any) -> str:
             return str(value)
 
 
-def _without_quotes(text: str) -> str:
-    """Return a value as a terminal shows it; an empty string keeps its quotes."""
+def _show_value(value: Any) -> str:
+    """Return a value as a terminal shows it: without quotes, but for an empty string."""
+    text = format_toml(value)
     return text.replace('"', "") or '""' if text != '""' else text
 
 
@@ -266,7 +258,8 @@ class Ls:
                 echo(f"\n{name}")
             # Keys are split by their section, because the columns of a short section leave more room for the text.
             for group in [list(group) for _, group in groupby(rows, key=lambda row: row.get("section"))] or [[]]:
-                cells = [[_cell(row, column) for column in columns] for row in group]
+                shown = [{**row, "default": _show_value(row.get("default", REQUIRED))} for row in group]
+                cells = [[row[column] for column in columns] for row in shown]
                 print_table(columns, cells, narrow=NARROW_COLUMNS)
         for name, rows in listings.items():
             if rows:

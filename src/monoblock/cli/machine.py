@@ -102,8 +102,7 @@ def _check_writable(out: Path) -> None:
         raise FileError(f"there is no folder {out.parent} for --out {out}; make it, or give another file")
     is_new = not out.exists()
     try:
-        with out.open("a"):
-            pass
+        out.open("a").close()
     except OSError as problem:
         raise FileError(f"--out {out} cannot be written: {problem.strerror or problem}") from None
     if is_new:

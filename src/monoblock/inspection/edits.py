@@ -276,9 +276,16 @@ def ablate(
         raise InputError(f'means have no effect on the ablation {method!r}; write method "mean", or leave means out')
 
     def function(activation: Activation) -> Tensor:
-        if means is not None:
-            return _given_mean(activation, means)
-        return ABLATIONS[method](activation, seed)
+        name, tensor = activation.name, activation.tensor
+        if means is None:
+            return ABLATIONS[method](activation, seed)
+        if name not in means:
+            raise InputError(f"the means have no activation {name}; compute them with names={name!r}")
+        try:
+            return means[name].to(tensor).expand_as(tensor)
+        except RuntimeError:
+            given = f"has the shape {tuple(means[name].shape)}; give one that broadcasts to it"
+            raise InputError(f"the mean of {activation} {given}") from None
 
     return Edit(match_names(names), function, _indices(heads), _indices(positions), axes)
 
@@ -334,24 +341,9 @@ def _indices(values: Iterable[int] | None) -> tuple[int, ...] | None:
     return None if values is None else tuple(values)
 
 
-def _zero(activation: Activation, seed: int) -> Tensor:
-    return torch.zeros_like(activation.tensor)
-
-
 def _mean(activation: Activation, seed: int) -> Tensor:
     total, count = activation.total()
     return (total / count.clamp(min=1)).to(activation.tensor).expand_as(activation.tensor)
-
-
-def _given_mean(activation: Activation, means: Mapping[str, Tensor]) -> Tensor:
-    name, tensor = activation.name, activation.tensor
-    if name not in means:
-        raise InputError(f"the means have no activation {name}; compute them with names={name!r}")
-    try:
-        return means[name].to(tensor).expand_as(tensor)
-    except RuntimeError:
-        shape = tuple(means[name].shape)
-        raise InputError(f"the mean of {activation} has the shape {shape}; give one that broadcasts to it") from None
 
 
 def _resample(activation: Activation, seed: int) -> Tensor:
@@ -367,4 +359,8 @@ def _resample(activation: Activation, seed: int) -> Tensor:
     return activation.tensor.roll(shift, axis)
 
 
-ABLATIONS: dict[str, Callable[[Activation, int], Tensor]] = {"zero": _zero, "mean": _mean, "resample": _resample}
+ABLATIONS: dict[str, Callable[[Activation, int], Tensor]] = {
+    "zero": lambda activation, seed: torch.zeros_like(activation.tensor),
+    "mean": _mean,
+    "resample": _resample,
+}

@@ -83,11 +83,10 @@ def head_statistics(
     """
     result = []
     for name, tensor in weights.items():
-        layer = name.removesuffix(".weights")
-        rows = _statistics(tensor.double(), valid, special)
+        rows = {key: values.tolist() for key, values in _statistics(tensor.double(), valid, special).items()}
         for head in range(tensor.shape[1]):
-            values = {key: float(value[head]) for key, value in rows.items()}
-            result.append(HeadStatistics(layer=layer, head=head, **values))
+            numbers = {key: values[head] for key, values in rows.items()}
+            result.append(HeadStatistics(layer=name.removesuffix(".weights"), head=head, **numbers))
     return result
 
 
@@ -171,12 +170,9 @@ def score_repeated_tokens(
     queries = torch.arange(length + 1, 2 * length, device=model.device)  # not the first: its induction token is its own
     result, best = [], torch.zeros(DRAWS)
     for name, weights in seen.items():
-
-        def mean_weight(offset: int, weights: Tensor = weights) -> list[float]:
-            return weights[:, :, queries, queries + offset].mean((0, 2)).tolist()
-
-        scores = zip(mean_weight(1 - length), mean_weight(-length), mean_weight(-1), strict=True)
-        layer = name.removesuffix(".weights")
+        offsets = (1 - length, -length, -1)
+        means = [weights[:, :, queries, queries + offset].mean((0, 2)).tolist() for offset in offsets]
+        scores, layer = zip(*means, strict=True), name.removesuffix(".weights")
         result += [
             HeadScores(layer, head, induction=one, duplicate=two, previous=three)
             for head, (one, two, three) in enumerate(scores)
@@ -275,29 +271,31 @@ class CoreferencePair(NamedTuple):
     second_word: str
 
 
-_ROWS = (
-    ("The animal didn't cross the street because it was too {}.", "animal", "street", "tired", "wide"),
-    ("The trophy doesn't fit in the suitcase because it is too {}.", "trophy", "suitcase", "big", "small"),
-    ("The truck could not pass the bridge because it was too {}.", "truck", "bridge", "heavy", "weak"),
-    ("The ball broke the window because it was so {}.", "ball", "window", "hard", "thin"),
-    ("The boat could not enter the harbor because it was too {}.", "boat", "harbor", "large", "shallow"),
-    ("The dog could not reach the shelf because it was too {}.", "dog", "shelf", "short", "high"),
-    ("The knife could not cut the bread because it was too {}.", "knife", "bread", "blunt", "hard"),
-    ("The horse refused to enter the stable because it was too {}.", "horse", "stable", "afraid", "dark"),
-    ("The letter did not fit in the envelope because it was too {}.", "letter", "envelope", "long", "narrow"),
-    ("The child could not lift the box because it was too {}.", "child", "box", "young", "full"),
-    ("The plane could not land on the runway because it was too {}.", "plane", "runway", "fast", "icy"),
-    ("The cat could not climb the wall because it was too {}.", "cat", "wall", "fat", "smooth"),
-    ("The lamp did not light the cellar because it was too {}.", "lamp", "cellar", "dim", "deep"),
-    ("The army could not cross the river because it was too {}.", "army", "river", "exhausted", "cold"),
-    ("The student could not finish the book because it was too {}.", "student", "book", "lazy", "thick"),
-    ("The key would not open the lock because it was too {}.", "key", "lock", "bent", "rusty"),
-    ("The bird would not eat the seed because it was too {}.", "bird", "seed", "sick", "bitter"),
-    ("The car could not climb the hill because it was too {}.", "car", "hill", "slow", "steep"),
-    ("The table would not go through the door because it was too {}.", "table", "door", "broad", "tight"),
-    ("The fish did not swim in the pond because it was too {}.", "fish", "pond", "ill", "dirty"),
-)
-PAIRS = tuple(CoreferencePair(*row) for row in _ROWS)
+PAIRS = [
+    CoreferencePair(*row)
+    for row in (
+        ("The animal didn't cross the street because it was too {}.", "animal", "street", "tired", "wide"),
+        ("The trophy doesn't fit in the suitcase because it is too {}.", "trophy", "suitcase", "big", "small"),
+        ("The truck could not pass the bridge because it was too {}.", "truck", "bridge", "heavy", "weak"),
+        ("The ball broke the window because it was so {}.", "ball", "window", "hard", "thin"),
+        ("The boat could not enter the harbor because it was too {}.", "boat", "harbor", "large", "shallow"),
+        ("The dog could not reach the shelf because it was too {}.", "dog", "shelf", "short", "high"),
+        ("The knife could not cut the bread because it was too {}.", "knife", "bread", "blunt", "hard"),
+        ("The horse refused to enter the stable because it was too {}.", "horse", "stable", "afraid", "dark"),
+        ("The letter did not fit in the envelope because it was too {}.", "letter", "envelope", "long", "narrow"),
+        ("The child could not lift the box because it was too {}.", "child", "box", "young", "full"),
+        ("The plane could not land on the runway because it was too {}.", "plane", "runway", "fast", "icy"),
+        ("The cat could not climb the wall because it was too {}.", "cat", "wall", "fat", "smooth"),
+        ("The lamp did not light the cellar because it was too {}.", "lamp", "cellar", "dim", "deep"),
+        ("The army could not cross the river because it was too {}.", "army", "river", "exhausted", "cold"),
+        ("The student could not finish the book because it was too {}.", "student", "book", "lazy", "thick"),
+        ("The key would not open the lock because it was too {}.", "key", "lock", "bent", "rusty"),
+        ("The bird would not eat the seed because it was too {}.", "bird", "seed", "sick", "bitter"),
+        ("The car could not climb the hill because it was too {}.", "car", "hill", "slow", "steep"),
+        ("The table would not go through the door because it was too {}.", "table", "door", "broad", "tight"),
+        ("The fish did not swim in the pond because it was too {}.", "fish", "pond", "ill", "dirty"),
+    )
+]
 
 
 class CoreferenceRow(NamedTuple):

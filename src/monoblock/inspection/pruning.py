@@ -24,7 +24,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from monoblock.config.model import AttentionConfig, BlockConfig, ModelConfig, Repeat, StackConfig
+from monoblock.config.model import AttentionConfig, ModelConfig, Repeat
 from monoblock.errors import InputError, did_you_mean
 from monoblock.inspection.edits import ablate
 from monoblock.inspection.trace import TraceTap, attach_tap
@@ -46,11 +46,10 @@ def prune_heads(model: T, heads: Mapping[str, Iterable[int]]) -> T:
         smaller = type(model)(_prune_config(model.config, keep))
     state = dict(model.state_dict())
     for name, kept in keep.items():
-        config = _find_attention(model.config, name)
+        config = attention_layers(model.config)[name]
         for key in [key for key in state if key.startswith(f"{name}.")]:
             state[key] = _slice_weight(state[key], key.removeprefix(f"{name}."), config, kept)
-    copies = {name: tensor.clone() for name, tensor in state.items()}
-    smaller.load_state_dict(copies, assign=True)
+    smaller.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
     return smaller.train(model.training)
 
 
@@ -65,21 +64,16 @@ def attention_layers(config: ModelConfig) -> dict[str, AttentionConfig]:
     }
 
 
-def _find_attention(config: ModelConfig, name: str) -> AttentionConfig:
-    known = attention_layers(config)
-    if name not in known:
-        raise InputError(f"there is no attention layer {name!r}{did_you_mean(name, known)}")
-    return known[name]
-
-
 def prunable_group_size(config: ModelConfig, name: str) -> int:
     """Return how many heads of a layer share keys and values, and can be pruned only together.
 
     Raise InputError if no head of the layer can be pruned: if its weights are shared with other layers, if all heads
     share one set of keys and values, or if the queries of all heads are normalized together.
     """
-    attention = _find_attention(config, name)
-    stack, layer, _ = name.split(".")
+    known = attention_layers(config)
+    if name not in known:
+        raise InputError(f"there is no attention layer {name!r}{did_you_mean(name, known)}")
+    attention, (stack, layer, _) = known[name], name.split(".")
     if any(repeat.tied and repeat.times > 1 for repeat in config.stacks[stack].pattern):
         raise InputError(
             f"the layers of the {stack} share their weights, so heads cannot be pruned from layer {layer} alone; "
@@ -99,8 +93,7 @@ def _heads_to_keep(config: ModelConfig, name: str, pruned: list[int]) -> list[in
 
     Raise InputError if no head would remain, or if only some of the heads that share keys would be pruned.
     """
-    attention = _find_attention(config, name)
-    size = prunable_group_size(config, name)
+    size, attention = prunable_group_size(config, name), attention_layers(config)[name]
     if any(not 0 <= head < attention.heads for head in pruned):
         raise InputError(
             f"{name} has heads 0 to {attention.heads - 1}, but heads {pruned} were given; give indices in this range"
@@ -118,24 +111,19 @@ def _heads_to_keep(config: ModelConfig, name: str, pruned: list[int]) -> list[in
 
 
 def _prune_config(config: ModelConfig, keep: Mapping[str, list[int]]) -> ModelConfig:
-    stacks = {name: _prune_stack(name, stack, config.width, keep) for name, stack in config.stacks.items()}
-    return replace(config, **stacks)  # type: ignore[arg-type]
-
-
-def _prune_stack(name: str, stack: StackConfig, width: int, keep: Mapping[str, list[int]]) -> StackConfig:
-    if not any(key.startswith(f"{name}.") for key in keep):
-        return stack
-    layers = [_prune_block(f"{name}.{n}", block, width, keep) for n, block in enumerate(stack.layers())]
-    return replace(stack, pattern=tuple(Repeat(blocks=(block,)) for block in layers))
-
-
-def _prune_block(name: str, block: BlockConfig, width: int, keep: Mapping[str, list[int]]) -> BlockConfig:
-    changed = {
-        kind: _prune_attention(getattr(block, kind), width, keep[f"{name}.{kind}"])
-        for kind in ("attention", "cross")
-        if f"{name}.{kind}" in keep
-    }
-    return replace(block, **changed)  # type: ignore[arg-type]
+    """Return the configuration without the heads that are not kept; the layers of such stacks may all differ."""
+    stacks: dict[str, Any] = {}
+    for stack_name in {name.partition(".")[0] for name in keep}:
+        stack, blocks = config.stacks[stack_name], []
+        for layer, block in enumerate(stack.layers()):
+            changed: dict[str, Any] = {
+                kind: _prune_attention(getattr(block, kind), config.width, keep[f"{stack_name}.{layer}.{kind}"])
+                for kind in ("attention", "cross")
+                if f"{stack_name}.{layer}.{kind}" in keep
+            }
+            blocks.append(Repeat(blocks=(replace(block, **changed),)))
+        stacks[stack_name] = replace(stack, pattern=tuple(blocks))
+    return replace(config, **stacks)
 
 
 def _prune_attention(config: AttentionConfig, width: int, kept: list[int]) -> AttentionConfig:
@@ -331,17 +319,14 @@ def choose_heads(groups: Iterable[HeadGroup], count: int, *, exact: bool = True)
         left[group.layer] -= 1
         removed += len(group.heads)
     if removed < count and exact:
-        raise InputError(_explain_shortage(groups, count, removed))
+        last = {group.layer: len(group.heads) for group in groups}  # a group of each layer is kept
+        most, size = sum(len(group.heads) for group in groups) - sum(last.values()), max(last.values())
+        if count > most:
+            why = f"each layer keeps a head, so that at most {most} can be removed, not {count}; remove fewer"
+        else:
+            why = f"{size} heads share keys and values and are removed together; remove {removed}, not {count}"
+        raise InputError(why)
     return {layer: sorted(heads) for layer, heads in chosen.items()}
-
-
-def _explain_shortage(groups: list[HeadGroup], count: int, removed: int) -> str:
-    last = {group.layer: len(group.heads) for group in groups}  # a group of each layer is kept
-    most = sum(len(group.heads) for group in groups) - sum(last.values())
-    if count > most:
-        return f"each layer keeps a head, so that at most {most} can be removed, not {count}; remove fewer"
-    size = max(last.values())
-    return f"{size} heads share keys and values and are removed together; remove {removed}, not {count}"
 
 
 MAX_DEFAULT_ROUNDS = 16
@@ -375,36 +360,25 @@ def prune_in_rounds(
     """
     sizes, batches = prunable_layers(model.config, layers), list(batches)
     choose_heads(list_groups(model.config, layers), count)  # refuse an impossible count before measuring anything
-    targets = _removed_after_rounds(count, rounds, max(sizes.values()))
+    if rounds is not None and rounds < 1:
+        raise InputError(f"heads cannot be removed in {rounds} rounds; give at least 1")
+    rounds = max(1, min(rounds or MAX_DEFAULT_ROUNDS, count // max(sizes.values())))  # each removes at least a group
     names = [f"{layer}.heads" for layer in sizes]
     smaller, removed = model, dict[str, list[int]]()
     history: list[HeadGroup] = []
     kept: list[HeadGroup] = []
-    for target in targets:
+    for number in range(1, rounds + 1):
+        left = {  # the numbers that the heads of each layer have in the original model
+            layer: [head for head in range(config.heads) if head not in removed.get(layer, ())]
+            for layer, config in attention_layers(model.config).items()
+        }
         measured = head_importance(smaller, batches, loss, method=method, names=names, progress=progress)
-        kept = rank_heads(sizes, _number_as_in(model, removed, measured), normalize=method == "gradient")
+        rows = [row._replace(head=left[row.layer][row.head]) for row in measured]
+        kept = rank_heads(sizes, rows, normalize=method == "gradient")
+        target = count * number // rounds  # heads removed after this round
         chosen = choose_heads(kept, target - sum(map(len, removed.values())), exact=target == count)
         removed = {layer: sorted([*removed.get(layer, ()), *chosen.get(layer, ())]) for layer in {**removed, **chosen}}
         history += [group for group in kept if group.heads[0] in removed.get(group.layer, ())]
         smaller = prune_heads(model, removed)
     kept = [group for group in kept if group.heads[0] not in removed.get(group.layer, ())]
-    return PrunedHeads(smaller, removed, history + kept, len(targets))
-
-
-def _removed_after_rounds(count: int, rounds: int | None, size: int) -> list[int]:
-    """Return how many heads are removed after each round; a round removes at least a group of `size` heads."""
-    if rounds is not None and rounds < 1:
-        raise InputError(f"heads cannot be removed in {rounds} rounds; give at least 1")
-    rounds = max(1, min(rounds or MAX_DEFAULT_ROUNDS, count // size))
-    return [count * number // rounds for number in range(1, rounds + 1)]
-
-
-def _number_as_in(
-    model: Transformer, removed: Mapping[str, list[int]], importances: Iterable[HeadImportance]
-) -> list[HeadImportance]:
-    """Return the importances with the numbers that the heads had before others were removed."""
-    kept = {
-        layer: [head for head in range(config.heads) if head not in removed.get(layer, ())]
-        for layer, config in attention_layers(model.config).items()
-    }
-    return [row._replace(head=kept[row.layer][row.head]) for row in importances]
+    return PrunedHeads(smaller, removed, history + kept, rounds)

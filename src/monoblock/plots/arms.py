@@ -73,7 +73,7 @@ def draw_arm_scatter(title: str, labels: tuple[str, str], points: Mapping[str, t
     labels: the names of the metrics x and y.
     points: for each arm the mean of x, and mean and deviation of y.
     """
-    x_label, y_label = map(_describe, labels)
+    x_label, y_label = (METRIC_LABELS.get(name, name.replace("_", " ")) for name in labels)
     figure = create_figure((6.5, 4.2))
     axis = figure.subplots()
     for name, (x, value) in points.items():
@@ -168,28 +168,17 @@ def _draw_curves(axis: Any, panel: ArmCurves, arms: list[str], logarithmic: bool
     if len(places) <= MAX_TICKS:
         axis.set_xticks(places, panel.points, fontsize=8)
     axis.set_xlabel(panel.x_label)
-    _draw_guides(axis, panel, places)
-    _limit_y(axis, panel, floor)
-    _format_y(axis, panel.y_label, logarithmic)
-
-
-def _draw_guides(axis: Any, panel: ArmCurves, places: Sequence[float]) -> None:
-    """Draw the thin lines of a panel; one of them stands for all in the legend."""
-    if panel.guide is None:
-        return
-    ends = {values[-1][0] for values in panel.curves.values() if values[-1] is not None}
-    for number, end in enumerate(sorted(ends)):
-        heights = [end * panel.guide ** (places[-1] - place) for place in places]
-        label = None if number else f"a factor of {panel.guide:g} per {panel.x_label}"
-        axis.plot(places, heights, color="#808080", linewidth=0.7, zorder=1, label=label)
-
-
-def _limit_y(axis: Any, panel: ArmCurves, floor: float) -> None:
-    """Let an axis start at the floor if values lie below it and above it."""
-    values = [value for values in panel.curves.values() for value in values if value is not None]
-    lowest, highest = min((mean for mean, _ in values), default=floor), max(map(sum, values), default=floor)
-    if lowest < floor < highest:
+    if panel.guide is not None:
+        ends = {values[-1][0] for values in panel.curves.values() if values[-1] is not None}
+        for number, end in enumerate(sorted(ends)):
+            heights = [end * panel.guide ** (places[-1] - place) for place in places]
+            note = None if number else f"a factor of {panel.guide:g} per {panel.x_label}"  # the first stands for all
+            axis.plot(places, heights, color="#808080", linewidth=0.7, zorder=1, label=note)
+    points = [value for values in panel.curves.values() for value in values if value is not None]
+    highest = max(map(sum, points), default=floor)
+    if min((mean for mean, _ in points), default=floor) < floor < highest:
         axis.set_ylim(floor, highest * (highest / floor) ** MARGIN)
+    _format_y(axis, panel.y_label, logarithmic)
 
 
 def _places(points: Sequence[str]) -> list[float]:
@@ -207,28 +196,19 @@ def _places(points: Sequence[str]) -> list[float]:
     return [math.log2(number) if number else first - 1 for number in numbers]
 
 
-def _describe(metric: str) -> str:
-    """Return the words for a metric on an axis."""
-    return METRIC_LABELS.get(metric, metric.replace("_", " "))
-
-
 def _format_y(axis: Any, label: str, logarithmic: bool) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
-    axis.set_ylabel(_describe(label))
+    axis.set_ylabel(METRIC_LABELS.get(label, label.replace("_", " ")))
     axis.grid(axis="y", color="#e4e4e4")
     axis.set_axisbelow(True)
     if logarithmic:
         axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=_subdivisions(axis)))
+        low, high = axis.get_ylim()
+        powers = math.log10(high / low) if low > 0 else 1.0  # of ten; the more there are, the fewer ticks each has
+        ticks = (1, 2, 5) if powers > 1 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+        axis.yaxis.set_major_locator(LogLocator(subs=(1,) if powers > 3 else ticks))
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
     elif is_fraction(label):
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-
-
-def _subdivisions(axis: Any) -> tuple[float, ...]:
-    """Return at which multiples of powers of ten a logarithmic axis has ticks: the fewer, the more powers it spans."""
-    low, high = axis.get_ylim()
-    powers = math.log10(high / low) if low > 0 else 1.0
-    return (1.0,) if powers > 3 else (1.0, 2.0, 5.0) if powers > 1 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from monoblock.config.families import bert, gpt, t5, vit
 from monoblock.config.knobs import vary
-from monoblock.config.model import AttentionConfig, ModelConfig
-from monoblock.nn.masks import Mask, TokenPositions, arange_positions, everything, mask_from_config
+from monoblock.config.model import ModelConfig
+from monoblock.nn.masks import Mask, TokenPositions, arange_positions, mask_from_config
 from monoblock.plots.figure import create_figure, save_figure
 
 SENTENCE = ("the", "cat", "sat", "on", "the", "mat")
@@ -49,8 +48,7 @@ def draw_masks(masks: Sequence[tuple[str, Mask]], length: int, *, note: str = ""
 # -- one picture of many models ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One matrix; `colors` has a row for each query and a column for each key, EMPTY where attention is masked."""
 
     title: str
@@ -74,99 +72,54 @@ def save_overview(path: Path, *, narrow: bool = False) -> Path:
     figure.get_layout_engine().set(w_pad=0.02 if narrow else 0.16, h_pad=0.1)
     axes = figure.subplots(3, 2) if narrow else figure.subplots(2, 3)
     for axis, panel in zip(axes.flat, _panels(), strict=True):
-        _draw(axis, replace(panel, caption=textwrap.fill(panel.caption, 30)) if narrow else panel)
+        _draw(axis, panel._replace(caption=textwrap.fill(panel.caption, 30)) if narrow else panel)
     save_figure(figure, path)
     if path.suffix.lower() == ".png":
-        _reduce_colors(path)
+        from PIL import Image  # matplotlib depends on it
+
+        with Image.open(path) as image:
+            reduced = image.convert("RGB").quantize(48)
+        reduced.save(path, optimize=True)  # with a palette, a third as large
     return path
-
-
-def _reduce_colors(path: Path) -> None:
-    """Store a PNG with a palette, which makes its file a third as large."""
-    from PIL import Image  # matplotlib depends on it
-
-    with Image.open(path) as image:
-        reduced = image.convert("RGB").quantize(48)
-    reduced.save(path, optimize=True)
 
 
 def _panels() -> list[Panel]:
     decoder = gpt(vocab=9, width=8, depth=1, heads=1, context=9)
-    window = vary(decoder, window=3)
-    prefix = vary(decoder, mask="prefix")
-    encoder = bert(vocab=9, width=8, depth=1, heads=1, context=9)
     both = t5(vocab=9, width=8, depth=1, heads=1)
-    vision = vit(image=12, patch=4, width=8, depth=1, heads=1, classes=2)
+    encoder = _colors(bert(vocab=9, width=8, depth=1, heads=1, context=9), "encoder", ENCODER)
+    vision = _colors(vit(image=12, patch=4, width=8, depth=1, heads=1, classes=2), "encoder", ENCODER)
     first_tokens = torch.arange(len(SENTENCE))[None] < PREFIX
+    prefix = _colors(vary(decoder, mask="prefix"), "decoder", SELF, prefix=first_tokens)
+    source, target = map(len, TRANSLATION)
+    cross = [[CROSS] * source] * target  # the masks of the encoder, of cross-attention and of the decoder in one matrix
+    matrix = [row + [EMPTY] * target for row in _colors(both, "encoder", ENCODER, source)]
+    matrix += [left + right for left, right in zip(cross, _colors(both, "decoder", SELF, target), strict=True)]
+    pair = [word for side in TRANSLATION for word in side]
+    past = "itself and the tokens before it:\nto predict the next token"
+    sides = "the source attends to itself (green), the target\nto the source (orange) and to its past (blue)"
+    near = "itself and the 2 tokens before it:\na small cache, however long the text"
+    prompt = "the prompt (first 3 tokens) in both directions,\nthe answer from left to right"
+    causal, window = _colors(decoder, "decoder", SELF), _colors(vary(decoder, window=3), "decoder", SELF)
     return [
-        Panel(
-            "Decoder",
-            "mb.gpt(…)   mb.llama(…)",
-            "itself and the tokens before it:\nto predict the next token",
-            SENTENCE,
-            _color(_self_mask(decoder, "decoder"), SELF),
-        ),
-        Panel(
-            "Encoder",
-            "mb.bert(…)",
-            "all tokens:\nto label, fill or embed a text",
-            SENTENCE,
-            _color(_self_mask(encoder, "encoder"), ENCODER),
-        ),
-        Panel(
-            "Encoder-decoder",
-            "mb.t5(…)   mb.bart(…)",
-            "the source attends to itself (green), the target\nto the source (orange) and to its past (blue)",
-            [word for side in TRANSLATION for word in side],
-            _encoder_decoder_colors(both),
-        ),
-        Panel(
-            "Decoder with a window",
-            "mb.vary(config, window=3)",
-            "itself and the 2 tokens before it:\na small cache, however long the text",
-            SENTENCE,
-            _color(_self_mask(window, "decoder"), SELF),
-        ),
-        Panel(
-            "Decoder with a prefix",
-            'mb.vary(config, mask="prefix")',
-            "the prompt (first 3 tokens) in both directions,\nthe answer from left to right",
-            SENTENCE,
-            _color(_self_mask(prefix, "decoder", first_tokens), SELF),
-        ),
-        Panel(
-            "Vision",
-            "mb.vit(…)",
-            "all parts (patches) of an image:\nto classify it",
-            PATCHES,
-            _color(_self_mask(vision, "encoder"), ENCODER),
-        ),
+        Panel("Decoder", "mb.gpt(…)   mb.llama(…)", past, SENTENCE, causal),
+        Panel("Encoder", "mb.bert(…)", "all tokens:\nto label, fill or embed a text", SENTENCE, encoder),
+        Panel("Encoder-decoder", "mb.t5(…)   mb.bart(…)", sides, pair, matrix),
+        Panel("Decoder with a window", "mb.vary(config, window=3)", near, SENTENCE, window),
+        Panel("Decoder with a prefix", 'mb.vary(config, mask="prefix")', prompt, SENTENCE, prefix),
+        Panel("Vision", "mb.vit(…)", "all parts (patches) of an image:\nto classify it", PATCHES, vision),
     ]
 
 
-def _self_attention(config: ModelConfig, stack: str) -> AttentionConfig:
-    return next(iter(config.stacks[stack].layers())).attention
-
-
-def _self_mask(config: ModelConfig, stack: str, prefix: Tensor | None = None, length: int = len(SENTENCE)) -> Tensor:
+def _colors(
+    config: ModelConfig, stack: str, color: str, length: int = len(SENTENCE), prefix: Tensor | None = None
+) -> list[list[str]]:
+    """Return the mask of the self-attention of a stack in a color."""
     positions = arange_positions(length)
     if prefix is not None:
         positions = TokenPositions(positions.positions, prefix_or_global=prefix)
-    return mask_from_config(_self_attention(config, stack)).dense(positions, positions)[0, 0]
-
-
-def _color(mask: Tensor, color: str) -> list[list[str]]:
-    return [[color if visible else EMPTY for visible in row] for row in mask.tolist()]
-
-
-def _encoder_decoder_colors(config: ModelConfig) -> list[list[str]]:
-    """Return the masks of the encoder, of cross-attention and of the decoder as parts of one matrix."""
-    source, target = map(len, TRANSLATION)
-    encoder = _color(_self_mask(config, "encoder", length=source), ENCODER)
-    cross = _color(everything.dense(arange_positions(target), arange_positions(source))[0, 0], CROSS)
-    decoder = _color(_self_mask(config, "decoder", length=target), SELF)
-    upper = [row + [EMPTY] * target for row in encoder]
-    return upper + [left + right for left, right in zip(cross, decoder, strict=True)]
+    mask = mask_from_config(next(iter(config.stacks[stack].layers())).attention)
+    visible = mask.dense(positions, positions)[0, 0].tolist()
+    return [[color if cell else EMPTY for cell in row] for row in visible]
 
 
 def _draw(axis: Any, panel: Panel) -> None:
