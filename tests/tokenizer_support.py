@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 import monoblock as mb
 from monoblock.tokenizers.formats import sentencepiece
-from monoblock.tokenizers.formats.families import FAMILIES
-from monoblock.tokenizers.formats.vocabulary_files import from_sentencepiece
+from monoblock.tokenizers.formats.vocabulary_files import FAMILIES, from_sentencepiece
 
 TEXTS = [
     "In the beginning God created the heaven and the earth.\n",

@@ -119,9 +119,9 @@ def test_deeply_nested_json_is_refused_in_one_line(folder):
         (lambda data: data["model"]["input"].update(vocab="many"), "vocab='many' is not a whole number"),
         (lambda data: data["model"].update(tie="three_way"), "this model has only one input"),
         (lambda data: data["model"]["input"].update(vocab=59), r"has shape \(61, 36\).*\(59, 36\)"),
-        (lambda data: data["model"].update(tie="none"), "lacks the tensor: head.output.weight"),
+        (lambda data: data["model"].update(tie="none"), "lacks the tensor: 'head.output.weight'"),
         (lambda data: data["model"].update(head=None, tie="none", decoder={**data["model"]["decoder"], "norm": None}),
-         "has a tensor that the model does not use: decoder.norm"),
+         "has a tensor that the model does not use: 'decoder.norm"),
     ],
 )  # fmt: skip
 def test_a_config_that_does_not_fit_is_refused_with_the_reason(folder, change, message):
@@ -132,9 +132,9 @@ def test_a_config_that_does_not_fit_is_refused_with_the_reason(folder, change, m
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop("decoder.norm.weight"), "lacks the tensor: decoder.norm.weight"),
+        (lambda tensors: tensors.pop("decoder.norm.weight"), "lacks the tensor: 'decoder.norm.weight'"),
         (lambda tensors: [tensors.pop(key) for key in list(tensors)[:3]], "and 2 more"),
-        (lambda tensors: tensors.update(extra=torch.zeros(2)), "does not use: extra"),
+        (lambda tensors: tensors.update(extra=torch.zeros(2)), "does not use: 'extra'"),
         (lambda tensors: tensors.update({"decoder.norm.weight": torch.zeros(35)}), r"has shape \(35,\)"),
     ],
 )

@@ -21,9 +21,8 @@ from monoblock.interop.gguf.reader import GgufWeights
 from monoblock.interop.gguf.writer import save_gguf
 from monoblock.interop.model_folder import ModelFolder
 from monoblock.model import Transformer
-from monoblock.tokenizers.formats.families import FAMILIES, assemble_tokenizer_json
 from monoblock.tokenizers.formats.gguf import from_fields, read_gguf_header, to_fields
-from monoblock.tokenizers.formats.vocabulary_files import byte_level_sections
+from monoblock.tokenizers.formats.vocabulary_files import FAMILIES, assemble_tokenizer_json, byte_level_sections
 
 gguf = pytest.importorskip("gguf")
 SIZES = {"vocab": 320, "width": 96, "depth": 2, "context": 64}
@@ -40,7 +39,7 @@ def config_from_fields(architecture, **options):
     }
     fields |= {"feed_forward_length": 160, "attention.layer_norm_rms_epsilon": 1e-6, "attention.head_count_kv": 3}
     family = ARCHITECTURES[architecture]
-    return family.build_config(family.config_tree(fields | options, LM_CLASS), tied=True)
+    return family.build_config(family.config_tree(fields | options, LM_CLASS), fields, tied=True)
 
 
 LLAMA = mb.llama(heads=6, hidden=160, kv_heads=3, **SIZES)

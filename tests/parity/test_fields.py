@@ -70,15 +70,14 @@ def test_another_value_of_a_field_changes_the_configuration_or_is_refused(model_
     family = FAMILIES[model_type]
     published = json.loads(default_config(model_type).to_json_string())
     class_name = next(iter(family.classes))
-    original = family.build_config(family.config_tree(published, class_name), tied=False)
+    original = family.build_config(family.config_tree(published, class_name), {}, tied=False)
     ignored = set()
     for field, value in published.items():
         if field not in default_fields(family) or type(value) not in CHANGE_VALUE:
             continue
         try:
-            changed = family.build_config(
-                family.config_tree(published | {field: CHANGE_VALUE[type(value)](value)}, class_name), tied=False
-            )
+            changed_fields = published | {field: CHANGE_VALUE[type(value)](value)}
+            changed = family.build_config(family.config_tree(changed_fields, class_name), {}, tied=False)
         except MonoblockError:
             continue
         if changed == original:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from monoblock.config.model import HeadConfig, ModelConfig
@@ -25,15 +24,14 @@ from monoblock.config.schema import from_dict, to_dict
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.interop.huggingface.export import choose_family
 from monoblock.interop.model_folder import write_labels
-from monoblock.interop.rename import CONV1D, CONV1D_QKV, AttentionShape, TensorMapping, map_weights
-from monoblock.interop.weights import SafetensorsWeights, build_on_meta, commit_file
+from monoblock.interop.rename import CONV1D, CONV1D_QKV, TensorMapping, map_weights, same_names
+from monoblock.interop.weights import SafetensorsWeights, build_on_meta, commit_file, write_safetensors
 from monoblock.nn.arguments import check_model
 from monoblock.nn.heads import Head
 from monoblock.nn.lora import LoraLinear, linear_shape, lora_layers, replace_module
 from monoblock.nn.transformer import Transformer
 from monoblock.untrusted_files import (
     has_file,
-    open_to_write,
     read_json,
     reading,
     safe_join,
@@ -75,6 +73,7 @@ def save_adapter(
     if not layers:
         raise InputError("this model has no adapters to save; add them to its projections with add_lora")
     names, tensors, sizes = build_adapter_names(model.config), dict[str, Tensor](), dict[str, tuple[int, float]]()
+    fan_in_fan_out = False
     for mapping in names.mappings:
         modules = module_names(mapping)
         adapters = [layers.get(name) for name in modules]
@@ -82,34 +81,28 @@ def save_adapter(
             shapes = [linear_shape(model.get_submodule(name)) for name in modules]
             a, b, scale = _join_adapters(mapping, adapters, shapes)
             name = names.module_name(mapping)
-            tensors |= {f"{PEFT_PREFIX}{name}.lora_A.weight": a, f"{PEFT_PREFIX}{name}.lora_B.weight": b}
+            tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
             sizes[name] = a.shape[0], scale * a.shape[0]
+            fan_in_fan_out |= mapping.transform in (CONV1D, CONV1D_QKV)
     head_weights = collect_head_weights(model, names)
-    tensors |= {f"{PEFT_PREFIX}{name}": tensor for name, tensor in head_weights.items()}
-    adapted = (mapping for mapping in names.mappings if names.module_name(mapping) in sizes)
     config = _build_config(model, names, sizes, next(iter(layers.values())).dropout, sorted(head_weights))
-    config["base_model_name_or_path"] = base
-    config["fan_in_fan_out"] = any(mapping.transform in (CONV1D, CONV1D_QKV) for mapping in adapted)
-    metadata = {} if digest is None else {DIGEST_KEY: digest}
-    metadata |= describe_head(model.config) if head_weights else {}
-    _write_adapter(Path(folder), config, tensors, metadata)
-    if labels:
-        write_labels(Path(folder), labels, "monoblock")
-
-
-def _write_adapter(
-    folder: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], metadata: dict[str, str]
-) -> None:
-    stored = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    config |= {"base_model_name_or_path": base, "fan_in_fan_out": fan_in_fan_out}
+    metadata = {"format": "pt"} | ({} if digest is None else {DIGEST_KEY: digest})
+    if head_weights and model.config.head is not None:
+        metadata[HEAD_KEY] = json.dumps({"head": to_dict(model.config.head), "tie": model.config.tie})
+    stored = {
+        f"{PEFT_PREFIX}{key}": tensor.detach().cpu().contiguous() for key, tensor in (tensors | head_weights).items()
+    }
+    folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        open_to_write(folder / f"{ADAPTER_WEIGHTS_FILE}.tmp").close()  # save_file itself would follow a link
-        save_file(stored, folder / f"{ADAPTER_WEIGHTS_FILE}.tmp", metadata={"format": "pt"} | metadata)
+        write_safetensors(folder / ADAPTER_WEIGHTS_FILE, stored, metadata)
         commit_file(folder / ADAPTER_WEIGHTS_FILE)
-        write_atomically(folder / ADAPTER_CONFIG_FILE, text)
+        write_atomically(folder / ADAPTER_CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
     except OSError as error:
         raise FileError(f"the adapter cannot be written to {folder}: {error.strerror or error}") from None
+    if labels:
+        write_labels(folder, labels, "monoblock")
 
 
 @torch.no_grad()
@@ -154,7 +147,12 @@ def _build_config(
     task = PEFT_TASK_TYPES.get(head.kind) if head is not None else None
     if head is not None and head.kind == "language_model":
         task = "CAUSAL_LM" if config.family == "decoder-only" else "SEQ_2_SEQ_LM"
-    head_modules = sorted({_module_to_save(name) for name in head_weights})
+    # The last components of the modules' names, such as q_proj, unless these would also select other modules.
+    suffixes = {name.rsplit(".", 1)[-1] for name in sizes}
+    selected = {name for name in map(names.module_name, names.mappings) if name.rsplit(".", 1)[-1] in suffixes}
+    # The module of each weight of the head, or the whole classifier as peft saves it.
+    modules = ((name.split(".", 1)[0], name.rsplit(".", 1)[0]) for name in head_weights)
+    modules_to_save = sorted({first if first in PEFT_CLASSIFIERS else module for first, module in modules})
     return {
         "peft_type": "LORA",
         "task_type": task,
@@ -162,8 +160,8 @@ def _build_config(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": _target_modules(names, list(sizes)),
-        "modules_to_save": head_modules or None,
+        "target_modules": sorted(suffixes if selected == set(sizes) else sizes),
+        "modules_to_save": modules_to_save or None,
         "rank_pattern": {name: r for name, (r, _) in sizes.items() if r != rank},
         "alpha_pattern": {name: a for name, (_, a) in sizes.items() if a != alpha},
         "bias": "none",
@@ -171,23 +169,6 @@ def _build_config(
         "use_rslora": False,
         "use_dora": False,
     }
-
-
-def _module_to_save(weight: str) -> str:
-    """Return the entry of modules_to_save for a weight: its module, or the whole classifier as peft saves it."""
-    first, module = weight.split(".", 1)[0], weight.rsplit(".", 1)[0]
-    return first if first in PEFT_CLASSIFIERS else module
-
-
-def _target_modules(names: AdapterNames, chosen: Sequence[str]) -> list[str]:
-    """Return the target_modules that select the modules `chosen`: the last components of their names, such as q_proj.
-
-    If these would also select other modules, return the full names.
-    """
-    modules = {names.module_name(mapping) for mapping in names.mappings}
-    suffixes = {name.rsplit(".", 1)[-1] for name in chosen}
-    selected = {name for name in modules if name.rsplit(".", 1)[-1] in suffixes}
-    return sorted(suffixes if selected == set(chosen) else chosen)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -200,37 +181,34 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
     Raise FileError if the adapters were made for a model of another structure or size.
     """
     check_model(model, Transformer, "load_adapter")
+    folder = Path(folder)
     with reading(folder):
-        return _load_adapter(model, Path(folder))
-
-
-def _load_adapter(model: Transformer, folder: Path) -> list[str]:
-    for file in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE):
-        if not has_file(folder, file):
-            raise FileError(f"{folder} is not an adapter: it has no {file}")
-    if any(True for _ in lora_layers(model)):
-        raise InputError("this model has adapters already; merge them into its weights first with fold_lora")
-    config = _check_config(read_json(safe_join(folder, ADAPTER_CONFIG_FILE)), folder)
-    stored = SafetensorsWeights([safe_join(folder, ADAPTER_WEIGHTS_FILE)])
-    head = build_stored_head(model, _read_metadata(folder), folder)
-    names = build_adapter_names(model.config if head is None else head[0])
-    adapters = dict(_build_adapters(model, names, stored, config, folder))
-    state = model.state_dict()
-    if head is not None:
-        state = {name: tensor for name, tensor in state.items() if not name.startswith(HEAD_PREFIX)}
-        state |= {f"{HEAD_PREFIX}{name}": tensor for name, tensor in head[1].state_dict().items()}
-    head_weights = dict(load_head_weights(state, names, stored, folder))
-    if head is not None:
-        missing = next((name for name in state if name.startswith(HEAD_PREFIX) and name not in head_weights), None)
-        if missing is not None:
-            raise FileError(f"{folder} lacks {missing}, a weight of the head that it was trained with")
-        model.config, model.head = head
-    for weight in model.parameters():
-        weight.requires_grad_(False)
-    for name, adapter in adapters.items():
-        replace_module(model, name, adapter)
-    model.load_state_dict(head_weights, strict=False)
-    return list(adapters)
+        for file in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE):
+            if not has_file(folder, file):
+                raise FileError(f"{folder} is not an adapter: it has no {file}")
+        if any(True for _ in lora_layers(model)):
+            raise InputError("this model has adapters already; merge them into its weights first with fold_lora")
+        config = _check_config(read_json(safe_join(folder, ADAPTER_CONFIG_FILE)), folder)
+        stored = SafetensorsWeights([safe_join(folder, ADAPTER_WEIGHTS_FILE)])
+        head = build_stored_head(model, _read_metadata(folder), folder)
+        names = build_adapter_names(model.config if head is None else head[0])
+        adapters = dict(_build_adapters(model, names, stored, config, folder))
+        state = model.state_dict()
+        if head is not None:
+            state = {name: tensor for name, tensor in state.items() if not name.startswith(HEAD_PREFIX)}
+            state |= {f"{HEAD_PREFIX}{name}": tensor for name, tensor in head[1].state_dict().items()}
+        head_weights = dict(load_head_weights(state, names, stored, folder))
+        if head is not None:
+            missing = next((name for name in state if name.startswith(HEAD_PREFIX) and name not in head_weights), None)
+            if missing is not None:
+                raise FileError(f"{folder} lacks {missing}, a weight of the head that it was trained with")
+            model.config, model.head = head
+        for weight in model.parameters():
+            weight.requires_grad_(False)
+        for name, adapter in adapters.items():
+            replace_module(model, name, adapter)
+        model.load_state_dict(head_weights, strict=False)
+        return list(adapters)
 
 
 def read_base_digest(folder: str | Path) -> str | None:
@@ -281,9 +259,10 @@ def _build_adapters(
             pairs.setdefault(match[1], {})[match[2]] = stored[key].float()
     if not pairs:
         raise FileError(f"{folder} is not a LoRA adapter: its {ADAPTER_WEIGHTS_FILE} has no lora_A and lora_B tensors")
-    dropout = float(config.get("lora_dropout") or 0.0)
+    dropout, alpha_pattern = float(config.get("lora_dropout") or 0.0), config.get("alpha_pattern") or {}
+    table = {mapping.theirs[0].removesuffix(".weight"): mapping for mapping in names.mappings}
     for name, pair in pairs.items():
-        mapping = names.find(name)
+        mapping = table.get(name) or table.get(names.prefix + name)
         if mapping is None or set(pair) != {"A", "B"} or mapping.ours[0].startswith(("input.", "target.", "head.")):
             raise FileError(f"{folder} is an adapter for another model: this model has no {short_repr(name)}")
         a, b = pair["A"], pair["B"]
@@ -297,30 +276,18 @@ def _build_adapters(
                 f"{folder} is an adapter for another model: the product B A of {short_repr(name)} is {product}, "
                 f"but the weight in this model has shape {expected}"
             )
-        alpha = _lora_scale(name, a.shape[0], config) * a.shape[0]
-        if len(modules) == 1:
-            yield modules[0], _create_adapter(model, modules[0], a, b, alpha, dropout)
-            continue
-        parts = mapping.load([b.T if mapping.transform is CONV1D_QKV else b])
-        all_zero = not any(part.any() for part in parts)
+        rank = a.shape[0]
+        matches = (value for key, value in alpha_pattern.items() if re.fullmatch(rf"(.*\.)?{re.escape(key)}", name))
+        alpha = float(next(matches, config["lora_alpha"]))
+        # The product B A is multiplied by alpha / rank, or by alpha / sqrt(rank) in rsLoRA (Kalajdzievski 2023).
+        scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
+        parts = [b] if len(modules) == 1 else mapping.load([b.T if mapping.transform is CONV1D_QKV else b])
         for module, part in zip(modules, parts, strict=True):
-            if part.any() or all_zero:
-                yield module, _create_adapter(model, module, a, part, alpha, dropout)
-
-
-def _create_adapter(model: Transformer, name: str, a: Tensor, b: Tensor, alpha: float, dropout: float) -> LoraLinear:
-    adapter = LoraLinear(model.get_submodule(name), a.shape[0], alpha, dropout)
-    adapter.a.data.copy_(a)
-    adapter.b.data.copy_(b)
-    return adapter
-
-
-def _lora_scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
-    """Return the factor of the product B A: alpha / rank, or alpha / sqrt(rank) for rsLoRA (Kalajdzievski 2023)."""
-    patterns = config.get("alpha_pattern") or {}
-    matches = (value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?{re.escape(key)}", name))
-    alpha = float(next(matches, config["lora_alpha"]))
-    return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
+            if part.any() or not b.any():
+                adapter = LoraLinear(model.get_submodule(module), rank, scale * rank, dropout)
+                adapter.a.data.copy_(a)
+                adapter.b.data.copy_(part)
+                yield module, adapter
 
 
 # -- names of modules --------------------------------------------------------------------------------------------------
@@ -331,16 +298,11 @@ class AdapterNames:
     """The correspondence between our weight names and the names in an adapter file."""
 
     mappings: list[TensorMapping]
-    prefix: str = ""  # with which all names of the family begin except the head's, such as "model."
+    prefix: str = ""  # which begins all names of the family but the head's, such as "model."; files may leave it out
     omitted_prefix: str = ""  # equal to `prefix` if the class of this model stores names without it, else empty
 
     def module_name(self, mapping: TensorMapping) -> str:
         return mapping.theirs[0].removesuffix(".weight").removeprefix(self.omitted_prefix)
-
-    def find(self, name: str) -> TensorMapping | None:
-        """Return the mapping of a module, given its name in the file with or without `prefix`; None if unknown."""
-        table = {mapping.theirs[0].removesuffix(".weight"): mapping for mapping in self.mappings}
-        return table.get(name) or table.get(self.prefix + name)
 
 
 def build_adapter_names(config: ModelConfig) -> AdapterNames:
@@ -350,7 +312,7 @@ def build_adapter_names(config: ModelConfig) -> AdapterNames:
     try:
         family, class_name, _ = choose_family(config)
     except ConfigError:
-        return AdapterNames([TensorMapping((key,), (key,), None, AttentionShape()) for key in shapes])
+        return AdapterNames(same_names(shapes))
     mappings = list(map_weights(family.weight_rules(config, class_name), shapes, config))
     return AdapterNames(mappings, family.prefix, family.prefix if class_name in family.unprefixed_classes else "")
 
@@ -373,13 +335,6 @@ PEFT_TASK_TYPES = {
     "spans": "QUESTION_ANS",
 }
 LORA_WEIGHT = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
-
-
-def describe_head(config: ModelConfig) -> dict[str, str]:
-    """Return the metadata of an adapter file that describe the head of a model."""
-    if config.head is None:
-        return {}
-    return {HEAD_KEY: json.dumps({"head": to_dict(config.head), "tie": config.tie})}
 
 
 def collect_head_weights(model: Transformer, names: AdapterNames) -> dict[str, Tensor]:

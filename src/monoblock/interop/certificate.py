@@ -10,8 +10,7 @@ import inspect
 import json
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,50 +60,45 @@ def certify(
     dtype: the type to which the weights of the output were rounded.
     If transformers cannot load them, log the reason and report no difference; the conversion itself is not affected.
     """
-    model, output = source.model, ModelFolder(output_path)
-    family = _family_name(source, output if model_format == "hf" else None)
-    count = sum(weight.numel() for weight in model.parameters())
-    if count > MAX_PARAMETERS:
-        log(f"{count:,} parameters are too many to compare in memory, so no difference of logits is reported")
-        return Certificate(family, count, len(model.state_dict()), None)
-    differences = list[dict[str, float]]()
+    output, parameters = ModelFolder(output_path), sum(weight.numel() for weight in source.model.parameters())
+    if source.format == "gguf":
+        family = str(source.folder.gguf.fields["general.architecture"])
+    elif "hf" in (source.format, model_format):
+        family = read_model_type(source.folder if source.format == "hf" else output)
+    else:
+        family = source.model.config.family
+    certificate = Certificate(family, parameters, len(source.model.state_dict()), None)
+    if parameters > MAX_PARAMETERS:
+        log(f"{parameters:,} parameters are too many to compare in memory, so no difference of logits is reported")
+        return certificate
+    by_us, by_transformers = list[dict[str, float]](), list[dict[str, float]]()
     if model_format == "gguf":
-        differences.append(logit_differences(source.folder, output, read_by_us=True))
+        by_us.append(logit_differences(source.folder, output, read_by_us=True))
     if dtype is not None:
         rounding = _largest([logit_differences(source.folder, output, read_by_us=True)])
         if rounding > 0:
             log(f"the weights were rounded to {dtype}, which changes the logits by up to {rounding:.2g}")
     pairs = [(source.folder, source.folder)] if source.format in ("hf", "gguf") else []
-    if model_format in ("hf", "gguf"):
-        pairs.append((source.folder if dtype is None else output, output))
-    by_transformers = list(_compare_with_transformers(pairs, log))
-    differences += by_transformers
-    if not differences:
-        log("transformers is not installed or cannot read these formats, so no difference of logits is reported")
-    elif not by_transformers:
-        log("the file was read again by monoblock, and compared with the source")
-    if model_format != "gguf" and source.format != "gguf" and (worst := _largest(differences)) > MAX_FP64_DIFFERENCE:
-        log(f"warning: the logits differ from those of transformers by up to {worst:.2g}, which is more than rounding")
-    return Certificate(family, count, len(model.state_dict()), _merge(differences) if differences else None)
-
-
-def _compare_with_transformers(
-    pairs: Sequence[tuple[ModelFolder, ModelFolder]], log: Callable[[str], None]
-) -> Iterator[dict[str, float]]:
-    """Yield the differences between our model from the first path of a pair and that of transformers from the second.
-
-    Log what transformers cannot read.
-    """
+    pairs += [(source.folder if dtype is None else output, output)] if model_format in ("hf", "gguf") else []
     for ours, theirs in pairs:
         reason = _reason_not_to_read(theirs)
+        if reason is None:
+            try:
+                by_transformers.append(logit_differences(ours, theirs))
+            except Exception as error:  # transformers may fail in many ways, depending on its version
+                reason = f"failed ({' '.join(f'{type(error).__name__}: {error}'.split())[:200]})"
         if reason is not None:
             log(f"transformers {reason}, so {theirs.path} is not compared with it")
-            continue
-        try:
-            yield logit_differences(ours, theirs)
-        except Exception as error:  # transformers may fail in many ways, depending on its version
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            log(f"transformers failed ({reason}), so {theirs.path} is not compared with it")
+    differences = by_us + by_transformers
+    if not differences:
+        log("transformers is not installed or cannot read these formats, so no difference of logits is reported")
+        return certificate
+    if not by_transformers:
+        log("the file was read again by monoblock, and compared with the source")
+    if "gguf" not in (model_format, source.format) and (worst := _largest(differences)) > MAX_FP64_DIFFERENCE:
+        log(f"warning: the logits differ from those of transformers by up to {worst:.2g}, which is more than rounding")
+    largest = {name: max(row[name] for row in differences) for name in differences[0]}
+    return certificate._replace(max_logit_difference=largest)
 
 
 def _reason_not_to_read(folder: ModelFolder) -> str | None:
@@ -123,18 +117,6 @@ def _largest(differences: list[dict[str, float]]) -> float:
     return max((value for row in differences for name, value in row.items() if name.startswith("fp64")), default=0.0)
 
 
-def _merge(differences: list[dict[str, float]]) -> dict[str, float]:
-    return {name: max(row[name] for row in differences) for name in differences[0]}
-
-
-def _family_name(source: SourceModel, output: ModelFolder | None) -> str:
-    """Return the name of the model's family: model_type or GGUF architecture of source or output, else our own name."""
-    if source.format == "gguf":
-        return str(source.folder.gguf.fields["general.architecture"])
-    published = source.folder if source.format == "hf" else output
-    return source.model.config.family if published is None else read_model_type(published)
-
-
 def logit_differences(source: ModelFolder, folder: ModelFolder, *, read_by_us: bool = False) -> dict[str, float]:
     """Return the largest logit differences between our model from `source` and the transformers model from `folder`.
 
@@ -150,21 +132,14 @@ def logit_differences(source: ModelFolder, folder: ModelFolder, *, read_by_us: b
         if read_by_us:
             theirs = _Reference(load_model(Transformer, folder, dtype=dtype).eval())
         with torch.no_grad(), silence_transformers(), force_dtype(dtype):
-            if name == "fp64" and not read_by_us:
-                theirs = _rebuild(theirs, dtype)
+            if name == "fp64" and not read_by_us:  # built again, so that rotary frequencies are in fp64 too
+                weights, theirs.config.dtype = theirs.state_dict(), dtype
+                theirs = type(theirs)(theirs.config).eval()
+                computed = set(theirs._keys_to_ignore_on_save or ())  # tables that are computed, not stored
+                stored = {key: weight for key, weight in weights.items() if key not in computed}
+                theirs.load_state_dict(stored, strict=not computed)
             differences |= {f"{name}_{mode}": value for mode, value in compare_logits(ours, theirs).items()}
-        del ours
     return differences
-
-
-def _rebuild(theirs: Any, dtype: torch.dtype) -> Any:
-    """Build a model of theirs again, so that rotary frequencies are computed in `dtype` too."""
-    weights, theirs.config.dtype = theirs.state_dict(), dtype
-    theirs = type(theirs)(theirs.config).eval()
-    computed = set(theirs._keys_to_ignore_on_save or ())  # tables that are computed, not stored
-    stored = {key: weight for key, weight in weights.items() if key not in computed}
-    theirs.load_state_dict(stored, strict=not computed)
-    return theirs
 
 
 class _Reference:
@@ -201,24 +176,16 @@ def load_reference(folder: ModelFolder) -> Any:
 
             cls = getattr(transformers, find_family(folder.fields)[1])
             path, options = _copy_without_code(folder, Path(copy)), {"use_safetensors": True}
-            if _has_softcap(folder.fields):
-                options["attn_implementation"] = "eager"  # the fused kernels do not limit scores
+            with suppress(MonoblockError):  # of a field that the user had ignored
+                blocks = [block for stack in folder.config.stacks.values() for block in stack.layers()]  # type: ignore[union-attr]
+                if any(block.attention is not None and block.attention.softcap for block in blocks):
+                    options["attn_implementation"] = "eager"  # the fused kernels do not limit scores
         model: Any = cls.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, dtype=torch.float32, **options
         )
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "eager"  # the grouped kernel supports even sizes only
     return model.eval()
-
-
-def _has_softcap(fields: Mapping[str, Any]) -> bool:
-    from monoblock.interop.huggingface.load import config_from_hf
-
-    try:
-        stacks = config_from_hf(fields).stacks.values()
-    except MonoblockError:  # a field that the user had ignored
-        return False
-    return any(block.attention is not None and block.attention.softcap for stack in stacks for block in stack.layers())
 
 
 def _read_gguf_config(folder: ModelFolder) -> Any:
@@ -300,20 +267,24 @@ def compare_logits(ours: Transformer, theirs: Any) -> dict[str, float]:
         pixels = _random_inputs(ours, config.channels, config.image, config.image)
         return {"plain": _max_difference(ours(pixels), theirs(pixel_values=pixels))}
     if isinstance(config, FramesConfig):
-        return _compare_audio(ours, theirs, _random_inputs(ours, config.channels, 2 * config.context))
+        target = ours.config.target_input
+        assert isinstance(target, EmbeddingConfig)
+        frames = _random_inputs(ours, config.channels, 2 * config.context)  # the whole context, so there is no padding
+        ids = _random_ids(target.vocab, SEQUENCE_LENGTH)
+        return _compare_encoder_decoder(ours, theirs, {"input_features": frames}, ids, None)
     assert isinstance(config, EmbeddingConfig)
     is_decoder = ours.config.family == "decoder-only"
     length = min(SEQUENCE_LENGTH, config.context or SEQUENCE_LENGTH)
-    ids = torch.randint(config.vocab, (BATCH_SIZE, length), generator=torch.Generator().manual_seed(1))
+    ids = _random_ids(config.vocab, length)
     eos_id = getattr(theirs.config, "eos_token_id", None)
-    if isinstance(eos_id, int) and is_decoder and ours(ids).dim() == 2:
-        ids = _end_with_eos(ids, eos_id)
+    if isinstance(eos_id, int) and is_decoder and ours(ids).dim() == 2:  # some classifiers pool at the end token
+        ids = ids.masked_fill(ids == eos_id, 0 if eos_id else 1)
+        ids[:, -1] = eos_id
     mask = torch.ones_like(ids)
     # Decoders are padded on the left, encoders on the right: transformers counts their positions from the first token.
-    padding = slice(0, PADDING_LENGTH) if is_decoder else slice(length - PADDING_LENGTH, length)
-    mask[1, padding] = 0
+    mask[1, slice(0, PADDING_LENGTH) if is_decoder else slice(length - PADDING_LENGTH, length)] = 0
     if ours.config.family == "encoder-decoder":
-        return _compare_encoder_decoder(ours, theirs, ids, mask)
+        return _compare_encoder_decoder(ours, theirs, {"input_ids": ids}, ids.flip(1)[:, :-2], mask)
     # Some encoders of transformers count positions after the padding id, and skip this id wherever it occurs.
     first = 0 if is_decoder else getattr(config.positions, "offset", 0)
     plain = theirs(input_ids=ids, **(_position_ids(theirs, torch.ones_like(mask), first) if first else {}))
@@ -332,44 +303,26 @@ def compare_logits(ours: Transformer, theirs: Any) -> dict[str, float]:
     return differences
 
 
-def _end_with_eos(ids: Tensor, eos_id: int) -> Tensor:
-    """Put the end-of-sequence id at the end of each row and nowhere else: some classifiers pool at this token."""
-    ids = ids.masked_fill(ids == eos_id, 0 if eos_id else 1)
-    ids[:, -1] = eos_id
-    return ids
-
-
-def _compare_encoder_decoder(ours: Transformer, theirs: Any, ids: Tensor, mask: Tensor) -> dict[str, float]:
-    target = ids.flip(1)[:, :-2]
-    plain = theirs(input_ids=ids, decoder_input_ids=target)
-    padded = theirs(input_ids=ids, attention_mask=mask, decoder_input_ids=target)
-    return {
-        "plain": _max_difference(ours(ids, target), plain),
-        "padded": _max_difference(ours(ids, target, mask), padded),
-        "cached": _max_difference(_decode_with_cache(ours, ids, target), plain),
-    }
-
-
-def _compare_audio(ours: Transformer, theirs: Any, frames: Tensor) -> dict[str, float]:
-    """Return the differences for audio frames (B, C, S), which fill the whole context, so that there is no padding."""
-    config = ours.config.target_input
-    assert isinstance(config, EmbeddingConfig)
-    target = torch.randint(config.vocab, (BATCH_SIZE, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(1))
-    reference = theirs(input_features=frames, decoder_input_ids=target)
-    return {
-        "plain": _max_difference(ours(frames, target), reference),
-        "cached": _max_difference(_decode_with_cache(ours, frames, target), reference),
-    }
-
-
-def _decode_with_cache(ours: Transformer, source: Tensor, target: Tensor) -> Tensor:
-    """Return the logits (B, T, V) of the target (B, T), decoded one token at a time."""
-    memory, cache = ours.encode(source), ours.make_cache(BATCH_SIZE, target.shape[1])
+def _compare_encoder_decoder(
+    ours: Transformer, theirs: Any, source: dict[str, Tensor], target: Tensor, mask: Tensor | None
+) -> dict[str, float]:
+    """Compare for a source, given by its name in transformers, and a target (B, T) of token ids."""
+    (inputs,) = source.values()
+    plain = theirs(**source, decoder_input_ids=target)
+    differences = {"plain": _max_difference(ours(inputs, target), plain)}
+    if mask is not None:
+        padded = theirs(**source, attention_mask=mask, decoder_input_ids=target)
+        differences["padded"] = _max_difference(ours(inputs, target, mask), padded)
+    memory, cache = ours.encode(inputs), ours.make_cache(BATCH_SIZE, target.shape[1])
     logits = []
     for step, token in enumerate(target.split(1, 1)):
         logits.append(ours.decode(token, memory if step == 0 else None, cache=cache))
         cache.advance(torch.ones(BATCH_SIZE, dtype=torch.long))
-    return torch.cat(logits, 1)
+    return differences | {"cached": _max_difference(torch.cat(logits, 1), plain)}
+
+
+def _random_ids(vocab: int, length: int) -> Tensor:
+    return torch.randint(vocab, (BATCH_SIZE, length), generator=torch.Generator().manual_seed(1))
 
 
 def _random_inputs(ours: Transformer, *shape: int) -> Tensor:

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.interop.huggingface.export import choose_family, export_hf
+from monoblock.interop.huggingface.load import find_family
 from monoblock.interop.model_folder import CONFIG_FILE, LABELS_FILE, ModelFolder, load_model, write_labels
 from monoblock.interop.save import MAX_FILE_BYTES, OTHER_FILES, TOKENIZER_FILES, read_companions, save_model
 from monoblock.interop.weights import INDEX_FILE, PICKLE_SUFFIXES, WEIGHTS_FILE
@@ -93,21 +94,13 @@ def _convert_pickled_folder(folder: ModelFolder, target: Path) -> None:
             pickle_to_safetensors(safe_join(folder.path, shard), target / file)
         index = {"weight_map": {name: files[str(shard)] for name, shard in weight_map.items()}}
         (target / INDEX_FILE).write_text(json.dumps(index))
-    else:
-        pickle_to_safetensors(safe_join(folder.path, _find_pickle(folder.path)), target / WEIGHTS_FILE)
-
-
-def _find_pickle(folder: Path) -> str:
-    names = sorted(
-        name for name in os.listdir(folder) if name.endswith(PICKLE_SUFFIXES) and name != "training_args.bin"
-    )
-    if PICKLE_FILE in names:
-        return PICKLE_FILE
+        return
+    names = sorted(name for name in os.listdir(folder.path) if name.endswith(PICKLE_SUFFIXES))
+    names = [PICKLE_FILE] if PICKLE_FILE in names else [name for name in names if name != "training_args.bin"]
     if len(names) != 1:
-        raise FileError(
-            f"{folder} has no {WEIGHTS_FILE}, and {len(names)} pickled files instead of one; keep one file of weights"
-        )
-    return names[0]
+        found = f"no {WEIGHTS_FILE}, and {len(names)} pickled files instead of one"
+        raise FileError(f"{folder.path} has {found}; keep one file of weights")
+    pickle_to_safetensors(safe_join(folder.path, names[0]), target / WEIGHTS_FILE)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -123,7 +116,12 @@ def open_model(source: str | Path, *, ignore_fields: Sequence[str] = ()) -> Iter
     from monoblock.nn.transformer import Transformer
 
     folder, path = ModelFolder(source, ignore_fields), Path(source)
-    _check_is_model(path)
+    if path.is_file() and path.suffix != ".gguf":
+        if path.suffix not in PICKLE_SUFFIXES:
+            raise FileError(f"{path} is not a model; give a folder, or a GGUF file")
+        raise FileError(
+            f"{path} has weights without a configuration; give a folder with this file and its {CONFIG_FILE}"
+        )
     with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
         if folder.format == "monoblock" and not isinstance(folder.config, ModelConfig):
             raise FileError(f"{path} contains no Transformer; Hugging Face and GGUF have no format for its model")
@@ -159,33 +157,17 @@ def merge_adapter(source: SourceModel, adapter: str | Path | None) -> Iterator[S
         )
     with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
         folder = Path(temporary) / source.path.stem
-        write_model(source, folder, "hf" if _fits_source_family(source) else "monoblock")
+        target_format = "monoblock"
+        if source.format == "hf":
+            with suppress(ConfigError):  # the family cannot express the model with its new head
+                choose_family(source.model.config, read_model_type(source.folder))
+                target_format = "hf"
+        write_model(source, folder, target_format)
         head, labels = source.model.config.head, ModelFolder(adapter)
         if head is not None and labels.has(LABELS_FILE) and head.classes == len(labels.labels):
             write_labels(folder, labels.labels, ModelFolder(folder).format)
         with open_model(folder) as merged:
             yield merged
-
-
-def _fits_source_family(source: SourceModel) -> bool:
-    """Return whether the source is a Hugging Face folder whose family can express its model, even with a new head."""
-    if source.format != "hf":
-        return False
-    try:
-        choose_family(source.model.config, read_model_type(source.folder))
-    except ConfigError:
-        return False
-    return True
-
-
-def _check_is_model(path: Path) -> None:
-    if not path.is_file() or path.suffix == ".gguf":
-        return
-    if path.suffix in PICKLE_SUFFIXES:
-        raise FileError(
-            f"{path} has weights without a configuration; give a folder with this file and its {CONFIG_FILE}"
-        )
-    raise FileError(f"{path} is not a model; give a folder, or a GGUF file")
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -239,6 +221,4 @@ def write_model(
 
 def read_model_type(folder: ModelFolder) -> str:
     """Return the family of a Hugging Face folder: its model_type, or in old files the family of its class."""
-    from monoblock.interop.huggingface.load import find_family
-
     return find_family(folder.fields)[0].model_type

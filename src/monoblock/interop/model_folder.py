@@ -340,7 +340,8 @@ def load_model(
 
 
 def _load_own(cls: type[T], folder: ModelFolder, *, dtype: torch.dtype, device: str, mesh: DeviceMesh | None) -> T:
-    from monoblock.interop.weights import WeightReader, build_on_meta, split_weights
+    from monoblock.interop.rename import same_names
+    from monoblock.interop.weights import WeightReader, build_on_meta, check_names, read_weights
 
     if folder.ignore_fields:
         raise InputError(f"{folder.path} was written by monoblock, which has no fields to ignore; drop ignore_fields")
@@ -356,38 +357,22 @@ def _load_own(cls: type[T], folder: ModelFolder, *, dtype: torch.dtype, device: 
         build = partial(build_quantized, cls, dtype=dtype)
     try:
         model: Any = build_on_meta(build, config, len(stored))
-    except ConfigError as error:  # such as that of another kind of model
-        raise FileError(f"{folder.path}: {error}") from None
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    packed, parts = stored_dtypes(model) if quantized else {}, split_weights(model, mesh)
-    _check_names(folder.path, set(stored), set(shapes))
-    for name, shape in shapes.items():
-        entry, file = stored.entries[name], stored.file_of[name]
-        if entry.shape != shape:
-            raise FileError(f"{file}: {name} has shape {entry.shape}, but the configuration requires {shape}")
-        if name in packed and entry.dtype != packed[name]:
-            raise FileError(f"{file}: {name} has dtype {entry.dtype}, but the configuration requires {packed[name]}")
-        if name not in packed and not entry.dtype.is_floating_point:
-            raise FileError(f"{file}: {name} has dtype {entry.dtype}, but weights must be floating-point")
-    reader = WeightReader(stored, dtype, device)
-    state = {
-        name: stored[name].to(device)
-        if name in packed
-        else parts.join(name, *reader.load([name], partial(parts.select, [name])))
-        for name in shapes
-    }
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        names, packed = {name: name for name in stored}, stored_dtypes(model) if quantized else {}
+        hint = "; if a subclass of Transformer was trained, give it to mb.load as model_class"
+        check_names(names, shapes, hint=hint)
+        for name in packed:
+            found, expected = tuple(stored.entries[name]), (packed[name], shapes[name])
+            if found != expected:
+                raise FileError(f"{name} has dtype and shape {found}, but the configuration requires {expected}")
+        state = {name: stored[name].to(device) for name in packed}
+        rest = same_names(name for name in shapes if name not in packed)
+        state |= read_weights(model, rest, names, WeightReader(stored, dtype, device), mesh)
+    except (ConfigError, FileError) as error:
+        raise FileError(str(error) if str(error).startswith(str(folder.path)) else f"{folder.path}: {error}") from None
     model.load_state_dict(state, assign=True, strict=True)
     loaded: T = model.eval()
     return loaded
-
-
-def _check_names(folder: Path, stored: set[str], expected: set[str]) -> None:
-    unexpected, missing = stored - expected, expected - stored
-    for names, problem in ((unexpected, "has a tensor that the model does not use"), (missing, "lacks the tensor")):
-        if names:
-            rest = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            hint = "; if a subclass of Transformer was trained, give it to mb.load as model_class" if unexpected else ""
-            raise FileError(f"{folder} {problem}: {min(names)}{rest}{hint}")
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -63,6 +63,11 @@ class TensorMapping(NamedTuple):
         return tensors if self.transform is None else self.transform.to_theirs(tensors, self.shape)
 
 
+def same_names(names: Iterable[str]) -> list[TensorMapping]:
+    """Return the mappings of weights that are stored under our names."""
+    return [TensorMapping((name,), (name,), None, AttentionShape()) for name in names]
+
+
 # -- transforms -------------------------------------------------------------------------------------------------------
 
 

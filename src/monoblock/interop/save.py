@@ -31,6 +31,7 @@ from monoblock.interop.model_folder import (
     format_config,
     parse_dtype,
 )
+from monoblock.interop.rename import same_names
 from monoblock.interop.weights import INDEX_FILE, MAX_SHARD_SIZE, WEIGHTS_FILE, save_weights
 from monoblock.quantization.convert import merge_adapters
 from monoblock.tokenizers.tokenizer import Tokenizer
@@ -101,9 +102,7 @@ def save_model(
     stored = None if quantized else parse_dtype(dtype) if dtype else choose_dtype(state, companions.dtype)
     with writing(folder):
         text = format_config(model.config, companions.fingerprint, companions.fields)
-        factories = [{name: lambda tensor=tensor: cast(tensor, stored)} for name, tensor in state.items()]
-        sizes = {name: stored_size(tensor, stored) for name, tensor in state.items()}
-        save_weights(folder, factories, sizes, max_shard_size)
+        save_weights(folder, state, same_names(state), stored, max_shard_size)
         companions.write(folder, model.config, published=False)
         write_atomically(folder / CONFIG_FILE, text)
 
@@ -275,13 +274,3 @@ def choose_dtype(tensors: Mapping[str, Tensor], stored: torch.dtype | None) -> t
     if stored is None or not floats or any(tensor.dtype.itemsize <= stored.itemsize for tensor in floats):
         return None
     return stored if all(torch.equal(tensor.to(stored).to(tensor.dtype), tensor) for tensor in floats) else None
-
-
-def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Cast a floating-point tensor; other tensors, and with None all, are returned as they are."""
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-def stored_size(tensor: Tensor, dtype: torch.dtype | None) -> int:
-    """Return the number of bytes of a tensor after `cast`."""
-    return tensor.nbytes if dtype is None or not tensor.is_floating_point() else tensor.numel() * dtype.itemsize

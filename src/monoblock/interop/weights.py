@@ -4,23 +4,23 @@
     weights.shapes["lm_head.weight"]          # known from the headers alone
     weights["lm_head.weight"]                 # a tensor in the memory-mapped file: its bytes are read when it is used
 
-These files are refused: a header larger than the file or than MAX_HEADER_BYTES, too many tensors, bytes that belong to
-two tensors or to none, a shape that does not match the number of bytes, an unknown dtype, a shard outside the folder, a
-tensor that is missing or stored in two shards.
+The safetensors library refuses bytes that belong to two tensors or to none, and a shape that does not match the number
+of bytes.  Refused here, because the library accepts them: a header larger than MAX_HEADER_BYTES, too many tensors, a
+key that occurs twice, odd names and dtypes, a shard outside the folder, a tensor that is missing or stored twice.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
+import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,6 +33,8 @@ from monoblock.untrusted_files import MB, Folder, open_to_write, parse_json, saf
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from monoblock.interop.rename import TensorMapping
 
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -62,12 +64,14 @@ DTYPES = {
 
 
 class SafetensorsEntry(NamedTuple):
-    """One tensor as described in a header; `start` and `end` are byte offsets from the end of the header."""
+    """One tensor as described in a header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
-    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def build_on_meta(factory: Callable[[Any], Any], config: Any, tensor_count: int) -> Any:
@@ -125,60 +129,30 @@ def read_header(path: str | Path) -> dict[str, SafetensorsEntry]:
         raise FileError(f"{path} is damaged: its header describes more than {MAX_TENSORS:,} tensors")
     header = parse_json(raw, f"{path}: the header", max_values=16 * MAX_TENSORS, max_depth=4)
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FileError(f"{path} is damaged: its __metadata__ does not map strings to strings")
-    if len(header) > MAX_TENSORS:
-        raise FileError(f"{path} has {len(header):,} tensors, but the limit is {MAX_TENSORS:,}")
-    entries = {name: _parse_entry(path, name, entry) for name, entry in header.items()}
-    _check_offsets(path, entries, size - 8 - length)
+    if not isinstance(metadata, dict) or len(header) > MAX_TENSORS:
+        raise FileError(
+            f"{path} is damaged: its __metadata__ is no object, or it has more than {MAX_TENSORS:,} tensors"
+        )
+    _open_safetensors(path)  # checks types, sizes and offsets
+    entries = {}
+    for name, entry in header.items():
+        if not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
+            raise FileError(f"{path} is damaged: {short_repr(name)} is not a valid tensor name")
+        if set(entry) != {"dtype", "shape", "data_offsets"} or entry["dtype"] not in DTYPES:
+            known = f"dtype, shape and data_offsets, with a dtype among {', '.join(DTYPES)}"
+            raise FileError(f"{path}: {short_repr(name)} is described by {short_repr(entry)}; it must have {known}")
+        if len(entry["shape"]) > MAX_DIMS or max(entry["shape"], default=0) > MAX_ELEMENTS:
+            raise FileError(f"{path} is damaged: {short_repr(name)} has the shape {short_repr(entry['shape'])}")
+        entries[name] = SafetensorsEntry(DTYPES[entry["dtype"]], tuple(entry["shape"]))
     return entries
 
 
-def _parse_entry(path: str | Path, name: str, entry: Any) -> SafetensorsEntry:
-    def damaged(reason: str) -> FileError:
-        return FileError(f"{path} is damaged: {short_repr(name)} {reason}")
-
-    if not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
-        raise damaged("is not a valid tensor name")
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise damaged("is not described by dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise damaged(f"is stored as {short_repr(dtype)}, which is none of {', '.join(DTYPES)}")
-    if not _is_size_list(shape) or len(shape) > MAX_DIMS:
-        raise damaged(f"has the shape {short_repr(shape)}; a shape is at most {MAX_DIMS} whole numbers")
-    if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise damaged(f"has the offsets {short_repr(offsets)}, which are not a range of bytes")
-    elements = 1
-    for axis in shape:
-        elements *= axis
-        if elements > MAX_ELEMENTS:
-            raise damaged(f"has the shape {short_repr(shape)}, which is too large for any file")
-    nbytes = offsets[1] - offsets[0]
-    if elements * DTYPES[dtype].itemsize != nbytes:
-        raise damaged(
-            f"has the shape {short_repr(shape)} and dtype {dtype}, but the file stores {nbytes:,} bytes for it"
-        )
-    return SafetensorsEntry(DTYPES[dtype], tuple(shape), *offsets)
-
-
-def _is_size_list(value: Any) -> bool:
-    """Return whether a value is a list of whole numbers of plausible size; `type(size) is int` excludes True."""
-    return isinstance(value, list) and all(type(size) is int and 0 <= size <= MAX_ELEMENTS * 8 for size in value)
-
-
-def _check_offsets(path: str | Path, entries: Mapping[str, SafetensorsEntry], size: int) -> None:
-    """Raise FileError unless every byte after the header belongs to exactly one tensor."""
-    end = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
-        if entry.start != end:
-            problem = "overlaps another tensor" if entry.start < end else "leaves unused bytes before it"
-            raise FileError(f"{path} is damaged: {short_repr(name)} {problem}")
-        end = entry.end
-    if end > size:
-        raise FileError(f"{path} is cut short: its tensors need {end:,} bytes, but it has only {size:,}")
-    if end < size:
-        raise FileError(f"{path} is damaged: {size - end:,} bytes at its end belong to no tensor")
+def _open_safetensors(path: str | Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise FileError(f"{path} is damaged or incomplete ({reason}); download or copy it again") from None
 
 
 # -- a folder ----------------------------------------------------------------------------------------------------------
@@ -207,13 +181,13 @@ class SafetensorsWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         path = self.file_of[name]
+        if path not in self._open_files:
+            self._open_files[path] = _open_safetensors(path)
         try:
-            if path not in self._open_files:
-                self._open_files[path] = safe_open(path, framework="pt", device="cpu")
             tensor: Tensor = self._open_files[path].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise FileError(f"{path} cannot be read: {' '.join(str(error).split())[:120]}") from None
-        if (tensor.dtype, tuple(tensor.shape)) != self.entries[name][:2]:
+        except (SafetensorError, OSError):
+            tensor = torch.empty(0, device="meta")
+        if tensor.is_meta or (tensor.dtype, tuple(tensor.shape)) != self.entries[name]:
             raise FileError(f"{path} changed while it was being read; load it again")
         return tensor
 
@@ -231,12 +205,14 @@ class SafetensorsWeights(Mapping[str, Tensor]):
         return {name: entry.shape for name, entry in self.entries.items()}
 
     @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        return {name: entry.dtype for name, entry in self.entries.items()}
-
-    @property
     def nbytes(self) -> int:
-        return sum(entry.end - entry.start for entry in self.entries.values())
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    def reopen(self) -> SafetensorsWeights:
+        """Return the same weights with files that are mapped again on access; the headers are not read again."""
+        reopened = SafetensorsWeights([])
+        reopened.file_of, reopened.entries = self.file_of, self.entries
+        return reopened
 
 
 def open_weights(folder: Folder) -> SafetensorsWeights:
@@ -275,7 +251,7 @@ def _open_shards(folder: Folder) -> SafetensorsWeights:
     return weights
 
 
-# -- reading in a chosen dtype -----------------------------------------------------------------------------------------
+# -- reading the weights of a model ------------------------------------------------------------------------------------
 
 
 REMAP_BYTES = 2**22  # least number of bytes read through a mapping before it is reopened
@@ -283,20 +259,52 @@ REMAPS_PER_MODEL = 32  # about how often a large file is mapped again
 TensorFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-def identity(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return tensors
+def read_weights(
+    model: nn.Module, mappings: Iterable[TensorMapping], names: Mapping[str, str], reader: Any, mesh: DeviceMesh | None
+) -> dict[str, Tensor]:
+    """Return the weights of a model on the meta device, or the parts of this process; `mappings` say where they are.
+
+    names: the names of tensors in the file, by those in the mappings.
+    reader: its method `load` reads tensors and transforms them, as that of `WeightReader` does.
+    mesh: processes that share every matrix; the model is split among them.
+    """
+    shapes, state = {key: tensor.shape for key, tensor in model.state_dict().items()}, dict[str, Tensor]()
+    parts = None
+    if mesh is not None:
+        from monoblock.parallel.inference import TensorParts  # torch.distributed.tensor takes long to import
+
+        parts = TensorParts(model, mesh)
+
+    def convert(mapping: TensorMapping, stored: Sequence[Tensor]) -> Sequence[Tensor]:
+        tensors = mapping.load(stored)
+        for key, tensor in zip(mapping.ours, tensors, strict=True):
+            if tensor.shape != shapes[key]:
+                difference = f"{tuple(tensor.shape)} as {key}, but the configuration requires {tuple(shapes[key])}"
+                raise FileError(f"{short_repr(names[mapping.theirs[0]])} has shape {difference}")
+        return tensors if parts is None else parts.select(mapping.ours, tensors)
+
+    for mapping in mappings:
+        tensors = reader.load([names[key] for key in mapping.theirs], partial(convert, mapping))
+        for key, tensor in zip(mapping.ours, tensors, strict=True):
+            state[key] = tensor if parts is None else parts.join(key, tensor)
+    return state
 
 
-def _reopen(weights: SafetensorsWeights) -> SafetensorsWeights:
-    """Return the same weights with files that are mapped again on access; the headers are not read again."""
-    reopened = copy.copy(weights)
-    reopened._open_files = {}
-    return reopened
+def check_names(
+    stored: Mapping[str, str], required: Collection[str], optional: Collection[str] = (), hint: str = ""
+) -> None:
+    """Raise FileError unless all `required` tensors are stored, and no others but `optional` ones.
 
-
-def without_rest(tensor: Tensor) -> Tensor:
-    """Return a tensor that keeps no memory in use but its own."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    stored: the names of tensors in the file, by those in `required` and `optional`.
+    hint: what the message about others ends with.
+    """
+    missing = [name for name in required if name not in stored]
+    unexpected = sorted(name for key, name in stored.items() if key not in required and key not in optional)
+    if missing or unexpected:
+        names = unexpected or missing
+        problem = "has a tensor that the model does not use" if unexpected else "lacks the tensor"
+        rest = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        raise FileError(f"it {problem}: {short_repr(names[0])}{rest}{hint if unexpected else ''}")
 
 
 class WeightReader:
@@ -304,22 +312,23 @@ class WeightReader:
 
     def __init__(self, weights: SafetensorsWeights, dtype: torch.dtype, device: str = "cpu") -> None:
         self.weights, self.dtype, self.device = weights, dtype, torch.device(device)
-        self.temporary_weights, self.bytes_read = _reopen(weights), 0
+        self.temporary_weights, self.bytes_read = weights.reopen(), 0
         self.remap_bytes = max(REMAP_BYTES, weights.nbytes // REMAPS_PER_MODEL)
 
-    def load(self, keys: Sequence[str], transform: TensorFunction = identity) -> Sequence[Tensor]:
+    def load(self, keys: Sequence[str], transform: TensorFunction) -> Sequence[Tensor]:
         """Apply `transform` to the tensors with these names; return its results in `self.dtype` on `self.device`."""
         for key in keys:
             dtype = self.weights.entries[key].dtype
             if not dtype.is_floating_point or dtype.itemsize < 2:
                 raise FileError(f"{short_repr(key)} has dtype {dtype}, but weights must be floating-point")
         tensors = self._read_tensors(self.temporary_weights, keys, transform)
-        if len(keys) == 1 and all(self._can_be_view(tensor) for tensor in tensors):
-            return self._read_tensors(self.weights, keys, transform)
         if len(keys) > 1:  # the transform has copied the tensors to new memory
             converted = [without_rest(t).to(self.device, self.dtype).contiguous() for t in tensors]
             self._count_bytes(sum(tensor.nbytes for tensor in tensors))
             return converted
+        on_cpu = self.device.type == "cpu"
+        if all(on_cpu and tensor.dtype == self.dtype and tensor.is_contiguous() for tensor in tensors):
+            return self._read_tensors(self.weights, keys, transform)  # views of the mapped file
         shapes = [tensor.shape for tensor in tensors]
         del tensors
         return [self._load_by_rows(keys, transform, index, shape) for index, shape in enumerate(shapes)]
@@ -338,10 +347,7 @@ class WeightReader:
     def _count_bytes(self, nbytes: int) -> None:
         self.bytes_read += nbytes
         if self.bytes_read > self.remap_bytes:
-            self.temporary_weights, self.bytes_read = _reopen(self.weights), 0
-
-    def _can_be_view(self, tensor: Tensor) -> bool:
-        return tensor.dtype == self.dtype and self.device.type == "cpu" and tensor.is_contiguous()
+            self.temporary_weights, self.bytes_read = self.weights.reopen(), 0
 
     @staticmethod
     def _read_tensors(weights: SafetensorsWeights, keys: Sequence[str], transform: TensorFunction) -> Sequence[Tensor]:
@@ -355,77 +361,74 @@ class WeightReader:
             ) from None
 
 
-# -- the parts of weights that a process reads -------------------------------------------------------------------------
-
-
-class WeightParts(Protocol):
-    def select(self, names: Sequence[str], weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return views of the parts of these weights that this process stores."""
-        ...
-
-    def join(self, name: str, part: Tensor) -> Tensor:
-        """Return a part, in its final dtype and on its device, as what the model stores under this name."""
-        ...
-
-
-class WholeWeights:
-    def select(self, names: Sequence[str], weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        return weights
-
-    def join(self, name: str, part: Tensor) -> Tensor:
-        return part
-
-
-def split_weights(model: nn.Module, mesh: DeviceMesh | None) -> WeightParts:
-    """Split a model on the meta device among the processes of a mesh, before its weights are read."""
-    if mesh is None:
-        return WholeWeights()
-    from monoblock.parallel.inference import TensorParts  # torch.distributed.tensor takes long to import
-
-    return TensorParts(model, mesh)
+def without_rest(tensor: Tensor) -> Tensor:
+    """Return a tensor that keeps no memory in use but its own."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes; a larger tensor gets a file of its own
-TensorFactory = Callable[[], Tensor]  # called when the tensor is written, so that the model is not copied
 
 
 def save_weights(
-    folder: Path, factories: Sequence[Mapping[str, TensorFactory]], sizes: Mapping[str, int], max_shard_size: int
+    folder: Path,
+    state: Mapping[str, Tensor],
+    mappings: Iterable[TensorMapping],
+    dtype: torch.dtype | None,
+    max_shard_size: int,
+    omitted_prefix: str = "",
 ) -> None:
-    """Write tensors to one file, or to several files of at most `max_shard_size` bytes each.
+    """Write the weights `state` to one file, or to several files of at most `max_shard_size` bytes each.
 
-    factories: functions that return the tensors, by name; the tensors of one mapping are written to the same file.
-    sizes: the size of each tensor in bytes, by name.
+    Each is transformed and converted when its file is written, so that the model is never copied as a whole.
+
+    mappings: under which names.
+    dtype: that of floating-point weights in the files; None to keep theirs.
+    omitted_prefix: is left out of the names.
     """
-    shards: list[list[Mapping[str, TensorFactory]]] = [[]]
-    shard_size = 0
-    for group in factories:
-        size = sum(sizes[name] for name in group)
-        if shards[-1] and shard_size + size > max_shard_size:
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    shards: list[list[TensorMapping]] = []
+    shard_sizes: list[int] = []
+    for mapping in mappings:
+        size = sum(convert(state[name].to("meta")).nbytes for name in mapping.ours)
+        if not shards or shard_sizes[-1] + size > max_shard_size:
             shards.append([])
-            shard_size = 0
-        shards[-1].append(group)
-        shard_size += size
-    count = len(shards)
+            shard_sizes.append(0)
+        shards[-1].append(mapping)
+        shard_sizes[-1] += size
+    count, weight_map = len(shards), dict[str, str]()
     names = [WEIGHTS_FILE] if count == 1 else [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
-    for name, groups in zip(names, shards, strict=True):
-        tensors = {key: factory().detach().contiguous() for group in groups for key, factory in group.items()}
-        open_to_write(folder / f"{name}.tmp").close()  # save_file itself would follow a link
-        save_file(tensors, folder / f"{name}.tmp", metadata={"format": "pt"})
+    for name, shard in zip(names, shards, strict=True):
+        tensors = dict[str, Tensor]()
+        for mapping in shard:
+            saved = mapping.save([state[ours].detach() for ours in mapping.ours])
+            for theirs, tensor in zip(mapping.theirs, saved, strict=True):
+                tensors[theirs.removeprefix(omitted_prefix)] = convert(tensor).contiguous()
+        write_safetensors(folder / name, tensors, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
     if count > 1:
-        weight_map = {
-            key: name for name, groups in zip(names, shards, strict=True) for group in groups for key in group
-        }
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {"metadata": {"total_size": sum(shard_sizes)}, "weight_map": dict(sorted(weight_map.items()))}
         with open_to_write(folder / f"{INDEX_FILE}.tmp") as file:
             file.write(json.dumps(index, indent=2).encode() + b"\n")
         names.append(INDEX_FILE)
     for name in names:
         commit_file(folder / name)
-    _remove_stale_files(folder, set(names))
+    # Files of an earlier save could be read instead.
+    for path in (folder / INDEX_FILE, folder / WEIGHTS_FILE, *folder.glob("model-?????-of-?????.safetensors")):
+        if path.name not in names:
+            path.unlink(missing_ok=True)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write the file PATH.tmp, which `commit_file` renames."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    open_to_write(temporary).close()  # save_file itself would follow a link
+    save_file(dict(tensors), temporary, metadata=dict(metadata))
 
 
 def commit_file(path: Path) -> None:
@@ -434,13 +437,6 @@ def commit_file(path: Path) -> None:
     with open(temporary, "rb+") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def _remove_stale_files(folder: Path, current: set[str]) -> None:
-    """Delete weights files of an earlier save that are not in `current`, since they could be read instead."""
-    for path in (folder / INDEX_FILE, folder / WEIGHTS_FILE, *folder.glob("model-?????-of-?????.safetensors")):
-        if path.name not in current:
-            path.unlink(missing_ok=True)
 
 
 # -- digests -----------------------------------------------------------------------------------------------------------

@@ -10,12 +10,10 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,10 +78,6 @@ def _to_json(request: Mapping[str, object]) -> bytes:
     return raw
 
 
-class _ProgramEnded(Exception):
-    """The program ended, or took too long; the message says why."""
-
-
 class _TemplateProcess:
     """The process of template_program.py, used by one thread at a time."""
 
@@ -99,15 +93,22 @@ class _TemplateProcess:
     def render(self, request: bytes) -> dict[str, Any]:
         with self._lock:
             process = self._start()
+            timer = threading.Timer(MAX_SECONDS, process.kill)
+            timer.start()
             try:
-                self._send(process, request, time.monotonic() + MAX_SECONDS)
-                return self._receive(process, time.monotonic() + MAX_SECONDS)
-            except _ProgramEnded as problem:
-                self.close()
-                return {"error": str(problem)}
+                result = _exchange(process, request)
             except BaseException:  # such as Ctrl-C: a later result must not answer another request
                 self.close()
                 raise
+            finally:
+                timer.cancel()
+                timer.join()
+            if result is None:
+                self.close()
+                if process.returncode in (-signal.SIGPROF, -signal.SIGKILL):
+                    return {"error": f"it takes longer than {MAX_CPU_SECONDS} s"}
+                return {"error": f"the program that renders it ended with exit code {process.returncode}"}
+            return result
 
     def close(self) -> None:
         """End the process."""
@@ -129,63 +130,24 @@ class _TemplateProcess:
                     stdout=subprocess.PIPE,
                     env={name: os.environ[name] for name in keep if name in os.environ},
                     start_new_session=True,  # Ctrl-C reaches this process only, which then ends the other
-                    bufsize=0,
                 )
             except OSError as problem:
                 raise FileError(f"the program that renders chat templates does not start: {problem}") from None
         return self._process
 
-    def _send(self, process: subprocess.Popen[bytes], raw: bytes, deadline: float) -> None:
-        assert process.stdin is not None
-        descriptor = process.stdin.fileno()
-        os.set_blocking(descriptor, False)
-        rest = memoryview(len(raw).to_bytes(LENGTH_BYTES, "big") + raw)
-        while rest:
-            self._wait(process, [], [descriptor], deadline)
-            try:
-                rest = rest[os.write(descriptor, rest) :]
-            except BlockingIOError:
-                continue
-            except OSError:
-                raise self._ended(process) from None
 
-    def _receive(self, process: subprocess.Popen[bytes], deadline: float) -> dict[str, Any]:
-        length = int.from_bytes(self._read(process, LENGTH_BYTES, deadline), "big")
-        if length > MAX_RESULT_BYTES:
-            raise _ProgramEnded("it writes too much")
-        try:
-            result = json.loads(self._read(process, length, deadline))
-        except ValueError:
-            result = None
-        if not isinstance(result, dict):
-            raise _ProgramEnded("the program that renders it returned no valid result")
-        return result
-
-    def _read(self, process: subprocess.Popen[bytes], length: int, deadline: float) -> bytes:
-        assert process.stdout is not None
-        parts, left = [], length
-        while left:
-            self._wait(process, [process.stdout.fileno()], [], deadline)
-            part = os.read(process.stdout.fileno(), min(left, MB))
-            if not part:
-                raise self._ended(process)
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
-
-    def _wait(
-        self, process: subprocess.Popen[bytes], readable: list[int], writable: list[int], deadline: float
-    ) -> None:
-        seconds = max(0.0, deadline - time.monotonic())
-        if not any(select.select(readable, writable, [], seconds)):
-            raise _ProgramEnded(f"it takes longer than {MAX_CPU_SECONDS} s")
-
-    def _ended(self, process: subprocess.Popen[bytes]) -> _ProgramEnded:
-        process.kill()
-        code = process.wait()
-        if code == -signal.SIGPROF:
-            return _ProgramEnded(f"it takes longer than {MAX_CPU_SECONDS} s")
-        return _ProgramEnded(f"the program that renders it ended with exit code {code}")
+def _exchange(process: subprocess.Popen[bytes], request: bytes) -> dict[str, Any] | None:
+    """Send a request to the program and return its result; None if it has ended, or writes no valid result."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(len(request).to_bytes(LENGTH_BYTES, "big") + request)
+        process.stdin.flush()
+        length = int.from_bytes(process.stdout.read(LENGTH_BYTES), "big")
+        result = json.loads(process.stdout.read(length)) if length <= MAX_RESULT_BYTES else None
+    except (OSError, ValueError):
+        return None
+    return result if isinstance(result, dict) else None
 
 
 _PROCESS = _TemplateProcess()

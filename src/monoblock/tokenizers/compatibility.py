@@ -31,29 +31,12 @@ def check_tokenizer_fits(tokenizer: Tokenizer, vocab: int, fingerprint: str | No
 MAX_UNUSED_ROWS = 2048
 SPECIAL_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 # Tokenizer kinds of published families, where one kind is usual.
-USUAL_KINDS = {
-    "albert": "unigram",
-    "bart": "bpe",
-    "bert": "wordpiece",
-    "bloom": "bpe",
-    "distilbert": "wordpiece",
-    "electra": "wordpiece",
-    "falcon": "bpe",
-    "gpt2": "bpe",
-    "gpt_neo": "bpe",
-    "gpt_neox": "bpe",
-    "gptj": "bpe",
-    "llama": "bpe",
-    "mistral": "bpe",
-    "mt5": "unigram",
-    "opt": "bpe",
-    "phi": "bpe",
-    "qwen2": "bpe",
-    "qwen3": "bpe",
-    "roberta": "bpe",
-    "t5": "unigram",
-    "xlm-roberta": "unigram",
+USUAL_FAMILIES = {
+    "bpe": "bart bloom falcon gpt2 gpt_neo gpt_neox gptj llama mistral opt phi qwen2 qwen3 roberta",
+    "unigram": "albert mt5 t5 xlm-roberta",
+    "wordpiece": "bert distilbert electra",
 }
+USUAL_KINDS = {family: kind for kind, families in USUAL_FAMILIES.items() for family in families.split()}
 # Classes in a tokenizer_config.json that do not say for which family the tokenizer was made.
 GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend")
 PLAIN_TEXT = "the 3 quick brown foxes jump over the lazy dog"

@@ -6,6 +6,7 @@ of the library's models; without dropout, BPE gives exactly the segmentation of 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
@@ -55,17 +56,13 @@ class BpeSegmenter:
         self.fuse_unk = bool(model.get("fuse_unk"))
         self.byte_fallback = bool(model.get("byte_fallback"))
         self.ignore_merges = bool(model.get("ignore_merges"))
-        self.merges = self._merge_table(model["merges"])
-        self.cache: dict[str, tuple[list[int], int]] = {}
-
-    def _merge_table(self, merges: list[Any]) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return a dict from (left id, right id) to (rank of the merge, id of the merged token)."""
-        table = {}
-        for rank, pair in enumerate(merges):
+        # From (left id, right id) to (rank of the merge, id of the merged token).
+        self.merges: dict[tuple[int, int], tuple[int, int]] = {}
+        for rank, pair in enumerate(model["merges"]):
             left, right = pair.split(" ", 1) if isinstance(pair, str) else pair
             merged = self.vocab[left + right[len(self.prefix) :]]
-            table[self.vocab[left], self.vocab[right]] = (rank, merged)
-        return table
+            self.merges[self.vocab[left], self.vocab[right]] = (rank, merged)
+        self.cache: dict[str, tuple[list[int], int]] = {}
 
     def segment(self, word: str, dropout: float, draw: RandomFunction) -> list[int]:
         if self.ignore_merges and not dropout and word in self.vocab:
@@ -185,11 +182,7 @@ class UnigramSegmenter:
         end = len(word)
         while end:
             weights, starts, ids = columns[end]
-            index = 0
-            if len(weights) > 1:
-                threshold = draw() * weights[-1]
-                while index < len(weights) - 1 and weights[index] <= threshold:
-                    index += 1
+            index = bisect_right(weights, draw() * weights[-1], hi=len(weights) - 1) if len(weights) > 1 else 0
             spans.append((starts[index], end, ids[index]))
             end = starts[index]
         return self._to_ids(word, spans[::-1])

@@ -10,8 +10,7 @@ text is ever segmented into a special token. Only the unknown token is in this v
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from monoblock.errors import ConfigError, did_you_mean
 
@@ -82,27 +81,3 @@ def find_sentinels(tokens: Iterable[str]) -> list[str]:
     """Return the sentinels among the tokens, <extra_id_0>, <extra_id_1> and so on, ordered by number."""
     sentinels = {int(match[1]): token for token in tokens if (match := _SENTINEL_PATTERN.fullmatch(token))}
     return [sentinels[number] for number in sorted(sentinels)]
-
-
-def build_template(tokens: Mapping[str, int]) -> dict[str, Any] | None:
-    """Return the post_processor that puts special tokens around a text, or None if `tokens` has none for this.
-
-    The special tokens are <cls> and <sep> if `tokens` has <cls>, otherwise <s> and </s>.
-    """
-    roles = ("cls", "sep") if ROLE_SPELLINGS["cls"][0] in tokens else ("bos", "eos")
-    first, last = ([ROLE_SPELLINGS[role][0]] if ROLE_SPELLINGS[role][0] in tokens else [] for role in roles)
-    if not first and not last:
-        return None
-
-    def rows(names: list[str], segment: int) -> list[dict[str, Any]]:
-        return [{"SpecialToken": {"id": name, "type_id": segment}} for name in names]
-
-    a, b = ({"Sequence": {"id": letter, "type_id": segment}} for segment, letter in enumerate("AB"))
-    return {
-        "type": "TemplateProcessing",
-        "single": [*rows(first, 0), a, *rows(last, 0)],
-        "pair": [*rows(first, 0), a, *rows(last, 0), b, *rows(last, 1)],
-        "special_tokens": {
-            name: {"id": name, "ids": [tokens[name]], "tokens": [name]} for name in sorted({*first, *last})
-        },
-    }

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from monoblock.errors import FileError, InputError, did_you_mean
 from monoblock.tokenizers import sampling
@@ -34,6 +35,8 @@ from monoblock.tokenizers.tokenizer_json import (
 )
 from monoblock.tokenizers.train import train_tokenizer
 from monoblock.untrusted_files import reading
+
+BYTE_BY_SYMBOL = {symbol: value for value, symbol in enumerate(byte_symbols())}
 
 
 class Piece(NamedTuple):
@@ -270,11 +273,16 @@ class Tokenizer:
         token = self._backend.id_to_token(number)
         if token is None or number in self.special_ids:
             return None
-        return self._byte_decoder(token)
+        if self._byte_spelling == "symbol":
+            return bytes(map(BYTE_BY_SYMBOL.__getitem__, token)) if BYTE_BY_SYMBOL.keys() >= {*token} else None
+        is_byte = self._byte_spelling == "number" and re.fullmatch("<0x[0-9A-F]{2}>", token)
+        return bytes.fromhex(token[3:5]) if is_byte else None
 
     @cached_property
-    def _byte_decoder(self) -> Callable[[str], bytes | None]:
-        return byte_decoder(self._tokenizer_json)
+    def _byte_spelling(self) -> Literal["symbol", "number"] | None:
+        """How tokens spell bytes: by printable symbols, or by their number as in <0x0A>, for bytes of unknown text."""
+        data = self._tokenizer_json
+        return "symbol" if is_byte_level(data["decoder"]) else "number" if data["model"].get("byte_fallback") else None
 
     # -- tokens
 
@@ -316,33 +324,6 @@ class Tokenizer:
 
     def _role_id(self, role: str) -> int | None:
         return self._backend.token_to_id(self.special_tokens_map[role]) if role in self.special_tokens_map else None
-
-
-# -- the bytes of tokens -----------------------------------------------------------------------------------------------
-
-BYTE_BY_SYMBOL = {symbol: value for value, symbol in enumerate(byte_symbols())}
-
-
-def byte_decoder(data: dict[str, Any]) -> Callable[[str], bytes | None]:
-    """Return a function that maps a token to the bytes it stands for, or to None if it stands for text.
-
-    `data` is the content of the tokenizer.json.
-    """
-    if is_byte_level(data["decoder"]):
-        return _byte_level_token
-    return _fallback_token if data["model"].get("byte_fallback") else lambda token: None
-
-
-def _byte_level_token(token: str) -> bytes | None:
-    """Return the bytes of a token of byte-level BPE, which writes each byte as a printable symbol."""
-    known = all(symbol in BYTE_BY_SYMBOL for symbol in token)
-    return bytes(BYTE_BY_SYMBOL[symbol] for symbol in token) if known else None
-
-
-def _fallback_token(token: str) -> bytes | None:
-    """Return the byte of a token such as <0x0A>, which SentencePiece uses for a byte of unknown text, or None."""
-    is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-    return bytes.fromhex(token[3:5]) if is_byte else None
 
 
 # -- the hash of everything that decides how a text is encoded ---------------------------------------------------------

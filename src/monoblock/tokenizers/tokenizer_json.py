@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from monoblock.tokenizers.formats.gguf import GgufHeader, from_fields, read_gguf
 from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary, read_vocabulary
 from monoblock.tokenizers.special_tokens import ROLE_SPELLINGS
 from monoblock.tokenizers.validation import validate_tokenizer_json
-from monoblock.untrusted_files import Folder, open_to_write, read_json, reading
+from monoblock.untrusted_files import Folder, read_json, reading, write_atomically
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -157,11 +156,6 @@ def write_tokenizer(folder: str | Path, data: Mapping[str, Any], config: Mapping
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in ((CONFIG_FILE, config), (TOKENIZER_FILE, data)):
-            temporary = folder / f"{name}.tmp"
-            with open_to_write(temporary) as file:
-                file.write(f"{json.dumps(content, ensure_ascii=False, indent=2)}\n".encode())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, folder / name)
+            write_atomically(folder / name, f"{json.dumps(content, ensure_ascii=False, indent=2)}\n")
     except OSError as problem:
         raise FileError(f"the tokenizer cannot be written to {folder}: {problem.strerror or problem}") from None

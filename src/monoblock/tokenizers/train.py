@@ -9,17 +9,26 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from monoblock.errors import ConfigError, InputError
 from monoblock.tokenizers import unigram
-from monoblock.tokenizers.components import JsonObject, bpe_model, byte_symbols, join_sections
+from monoblock.tokenizers.components import (
+    CONTINUATION_PREFIX,
+    END_OF_WORD,
+    WORD_MARKER,
+    JsonObject,
+    bpe_model,
+    build_sections,
+    byte_symbols,
+    join_sections,
+    template_processing,
+)
 from monoblock.tokenizers.inputs import check_texts
-from monoblock.tokenizers.pipelines import CONTINUATION_PREFIX, END_OF_WORD, WORD_MARKER, build_sections
 from monoblock.tokenizers.special_tokens import (
     ROLE_SPELLINGS,
     UNKNOWN_CHARACTER,
-    build_template,
     resolve_special_tokens,
 )
 from monoblock.tokenizers.tokenizer_json import build_backend
@@ -59,7 +68,7 @@ def train_tokenizer(
         replacement = WORD_MARKER if kind == "unigram" or marker == WORD_MARKER else " "
         reserved = [*special_tokens, UNK_TOKEN, END_OF_WORD, UNKNOWN_CHARACTER]
         prepared = _prepare_texts(texts, sections["normalizer"], reserved, replacement)
-        model = _TRAINERS[kind](prepared, sections, max_pieces, marker, min_frequency)
+        model = _train_model(kind, marker, prepared, sections, max_pieces, min_frequency)
     return _add_special_tokens(sections | {"model": model}, special_tokens)
 
 
@@ -76,7 +85,11 @@ def _add_special_tokens(sections: JsonObject, special_tokens: list[str]) -> Json
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = ({UNK_TOKEN: 0} if pieces[0] == UNK_TOKEN else {}) | ids
     rows = [{"id": number, "content": token, **flags} for token, number in added.items()]
-    return join_sections(sections, rows, build_template(ids))
+    # <cls> and <sep> around each text if there is a <cls>, otherwise <s> and </s>
+    first, last = ("cls", "sep") if ROLE_SPELLINGS["cls"][0] in ids else ("bos", "eos")
+    around = {role: ROLE_SPELLINGS[role][0] for role in (first, last) if ROLE_SPELLINGS[role][0] in ids}
+    pair = (first, "A", last, "B:1", f"{last}:1")
+    return join_sections(sections, rows, template_processing(pair[:3], pair, around, ids))
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -99,8 +112,8 @@ def _select_alphabet(texts: list[str], max_size: int, replacement: str) -> tuple
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text)
-    candidates = [character for character in counts if replacement == WORD_MARKER or not character.isspace()]
-    alphabet = _most_frequent({character: counts[character] for character in candidates}, max_size)
+    candidates = {c: count for c, count in counts.items() if replacement == WORD_MARKER or not c.isspace()}
+    alphabet = _most_frequent(candidates, max_size)
     table = {ord(character): replacement for character in counts.keys() - set(alphabet)}
     return sorted(alphabet), [text.translate(table) for text in texts] if table else texts
 
@@ -114,48 +127,35 @@ def _most_frequent(counts: Mapping[str, int], max_count: int, min_frequency: int
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def _train_merges(
-    texts: list[str], sections: JsonObject, symbols: list[str], size: int, min_frequency: int, **affixes: Any
-) -> tuple[dict[str, int], list[Any]]:
-    """Train BPE with the `tokenizers` library; return its vocabulary and merges.
-
-    `symbols` lists all initial symbols in the order of their ids.
-    """
-    from tokenizers.trainers import BpeTrainer
-
-    backend = build_backend({"pre_tokenizer": sections["pre_tokenizer"]})
-    trainer = BpeTrainer(
-        vocab_size=size, min_frequency=min_frequency, special_tokens=symbols, show_progress=False, **affixes
-    )
-    backend.train_from_iterator(texts, trainer)
-    model = json.loads(backend.to_str())["model"]
-    return model["vocab"], model["merges"]
-
-
-def _train_bpe(
-    texts: list[str], sections: JsonObject, max_pieces: int, marker: str | None, min_frequency: int
+def _train_model(
+    kind: str, marker: str | None, texts: list[str], sections: JsonObject, max_pieces: int, min_frequency: int
 ) -> JsonObject:
-    if marker is None:
-        return bpe_model(*_train_merges(texts, sections, sorted(byte_symbols()), max_pieces, min_frequency))
-    if marker == WORD_MARKER:
+    if kind in ("char", "word"):
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(text if kind == "char" else _WORD_PATTERN.findall(text))
+        pieces = _most_frequent(counts, max_pieces - 1, min_frequency)
+        pieces = [UNK_TOKEN, *(sorted(pieces) if kind == "char" else pieces)]
+        vocab = {piece: number for number, piece in enumerate(pieces)}
+        if kind == "char":
+            return bpe_model(vocab, [], unk_token=UNK_TOKEN)
+        return {"type": "WordLevel", "vocab": vocab, "unk_token": UNK_TOKEN}
+    if kind == "unigram":
+        return _train_unigram(texts, sections, max_pieces, min_frequency)
+    train = partial(_train_merges, sections["pre_tokenizer"], max_pieces, min_frequency)
+    if kind == "bpe" and marker is None:
+        return bpe_model(*train(texts, sorted(byte_symbols())))
+    if kind == "bpe" and marker == WORD_MARKER:
         alphabet, texts = _select_alphabet(texts, max_pieces - 1, WORD_MARKER)
-        merges = _train_merges(texts, sections, [UNK_TOKEN, *alphabet], max_pieces, min_frequency)
-        return bpe_model(*merges, unk_token=UNK_TOKEN)
-    # Every letter is a symbol with and without END_OF_WORD, because one that never ended a word so far may do so later.
+        return bpe_model(*train(texts, [UNK_TOKEN, *alphabet]), unk_token=UNK_TOKEN)
+    # Every letter is a symbol in both forms, because one that never began or ended a word so far may do so later.
     alphabet, texts = _select_alphabet(texts, (max_pieces - 1) // 2, " ")
-    symbols = [UNK_TOKEN, *alphabet, *(character + END_OF_WORD for character in alphabet)]
-    merges = _train_merges(texts, sections, symbols, max_pieces, min_frequency, end_of_word_suffix=END_OF_WORD)
-    return bpe_model(*merges, unk_token=UNK_TOKEN, end_of_word_suffix=END_OF_WORD)
-
-
-def _train_wordpiece(
-    texts: list[str], sections: JsonObject, max_pieces: int, marker: str | None, min_frequency: int
-) -> JsonObject:
-    alphabet, texts = _select_alphabet(texts, (max_pieces - 1) // 2, " ")
+    if kind == "bpe":
+        symbols = [UNK_TOKEN, *alphabet, *(character + END_OF_WORD for character in alphabet)]
+        merges = train(texts, symbols, end_of_word_suffix=END_OF_WORD)
+        return bpe_model(*merges, unk_token=UNK_TOKEN, end_of_word_suffix=END_OF_WORD)
     symbols = [UNK_TOKEN, *alphabet, *(CONTINUATION_PREFIX + character for character in alphabet)]
-    vocab, _ = _train_merges(
-        texts, sections, symbols, max_pieces, min_frequency, continuing_subword_prefix=CONTINUATION_PREFIX
-    )
+    vocab, _ = train(texts, symbols, continuing_subword_prefix=CONTINUATION_PREFIX)
     return {
         "type": "WordPiece",
         "unk_token": UNK_TOKEN,
@@ -165,29 +165,23 @@ def _train_wordpiece(
     }
 
 
-def _train_char(
-    texts: list[str], sections: JsonObject, max_pieces: int, marker: str | None, min_frequency: int
-) -> JsonObject:
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(text)
-    characters = sorted(_most_frequent(counts, max_pieces - 1, min_frequency))
-    return bpe_model(_number_pieces(characters), [], unk_token=UNK_TOKEN)
+def _train_merges(
+    pre_tokenizer: JsonObject, size: int, min_frequency: int, texts: list[str], symbols: list[str], **affixes: str
+) -> tuple[dict[str, int], list[Any]]:
+    """Train BPE with the `tokenizers` library; return its vocabulary and merges.
+
+    `symbols` lists all initial symbols in the order of their ids.
+    """
+    from tokenizers.trainers import BpeTrainer
+
+    backend = build_backend({"pre_tokenizer": pre_tokenizer})
+    options: dict[str, Any] = {"special_tokens": symbols, "show_progress": False, **affixes}
+    backend.train_from_iterator(texts, BpeTrainer(vocab_size=size, min_frequency=min_frequency, **options))
+    model = json.loads(backend.to_str())["model"]
+    return model["vocab"], model["merges"]
 
 
-def _train_word(
-    texts: list[str], sections: JsonObject, max_pieces: int, marker: str | None, min_frequency: int
-) -> JsonObject:
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(_WORD_PATTERN.findall(text))
-    vocab = _number_pieces(_most_frequent(counts, max_pieces - 1, min_frequency))
-    return {"type": "WordLevel", "vocab": vocab, "unk_token": UNK_TOKEN}
-
-
-def _train_unigram(
-    texts: list[str], sections: JsonObject, max_pieces: int, marker: str | None, min_frequency: int
-) -> JsonObject:
+def _train_unigram(texts: list[str], sections: JsonObject, max_pieces: int, min_frequency: int) -> JsonObject:
     alphabet, texts = _select_alphabet(texts, max_pieces - 1, WORD_MARKER)
     pre_tokenize = build_backend({"pre_tokenizer": sections["pre_tokenizer"]}).pre_tokenizer.pre_tokenize_str
     counts: Counter[str] = Counter()
@@ -198,16 +192,3 @@ def _train_unigram(
     unk_score = min(score for _, score in pieces) - 100
     vocab = [[UNK_TOKEN, unk_score], *map(list, pieces)]
     return {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False}
-
-
-def _number_pieces(pieces: list[str]) -> dict[str, int]:
-    return {piece: number for number, piece in enumerate([UNK_TOKEN, *pieces])}
-
-
-_TRAINERS = {
-    "char": _train_char,
-    "word": _train_word,
-    "bpe": _train_bpe,
-    "wordpiece": _train_wordpiece,
-    "unigram": _train_unigram,
-}

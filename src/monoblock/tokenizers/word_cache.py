@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from monoblock.tokenizers.components import byte_level
-from monoblock.tokenizers.pipelines import (
+from monoblock.tokenizers.components import (
     GPT2_PATTERN,
     LLAMA3_PATTERN,
     O200K_PATTERN,
     QWEN2_PATTERN,
     TEKKEN_PATTERN,
     WORD_PATTERN,
+    byte_level,
 )
 from monoblock.tokenizers.tokenizer import Tokenizer
 
@@ -62,35 +62,28 @@ class BulkEncoder:
 
     def __call__(self, texts: Sequence[str]) -> list[bytes]:
         if self.rule is None:
-            return self._encode_batches(texts)
+            return self._encode(texts)
         return [row for group in _group_texts(texts, MAX_GROUP) for row in self._encode_words(group)]
 
     def _encode_words(self, texts: Sequence[str]) -> list[bytes]:
         words = [split_words(text, self.rule) for text in texts]
         rows: list[list[bytes | None]] = [list(map(self._cache.get, row)) for row in words]
         missing = [_positions_of_none(row) for row in rows]
-        new_words = {words[text][index] for text, indices in enumerate(missing) for index in indices}
+        new_words = sorted({words[text][index] for text, indices in enumerate(missing) for index in indices})
         if new_words:
-            found = self._encode_new(sorted(new_words))
+            found = dict(zip(new_words, self._encode(new_words), strict=True))
+            if len(self._cache) > MAX_CACHED_WORDS:
+                self._cache.clear()
+            self._cache.update((word, ids) for word, ids in found.items() if len(word) <= MAX_CACHED_LENGTH)
             for text, indices in enumerate(missing):
                 for index in indices:
                     rows[text][index] = found[words[text][index]]
         return [b"".join(row) for row in rows]  # type: ignore[arg-type]
 
-    def _encode_new(self, words: Sequence[str]) -> dict[str, bytes]:
-        """Encode words that are not in the cache, and add them to it."""
-        found = dict(zip(words, self._encode_batches(words), strict=True))
-        if len(self._cache) > MAX_CACHED_WORDS:
-            self._cache.clear()
-        self._cache.update((word, ids) for word, ids in found.items() if len(word) <= MAX_CACHED_LENGTH)
-        return found
-
-    def _encode_batches(self, texts: Sequence[str]) -> list[bytes]:
-        return [row for batch in _group_texts(texts, MAX_BATCH) for row in self._encode_batch(batch)]
-
-    def _encode_batch(self, texts: Sequence[str]) -> list[bytes]:
+    def _encode(self, texts: Sequence[str]) -> list[bytes]:
+        batches = map(self.tokenizer.encode_batch, _group_texts(texts, MAX_BATCH))
         # For a few ids, an `array` is several times faster than a numpy array.
-        return [array(self._typecode, ids).tobytes() for ids in self.tokenizer.encode_batch(texts)]
+        return [array(self._typecode, ids).tobytes() for batch in batches for ids in batch]
 
 
 def _group_texts(texts: Sequence[str], size: int) -> Iterator[list[str]]:
@@ -123,19 +116,12 @@ def split_words(text: str, rule: WordRule | None) -> list[str]:
         return [text]
     if rule != "before spaces":
         return WORD_AND_LINE_BREAKS.findall(text)
-    if _has_simple_spaces(text):  # several times faster than a regular expression
+    others = ASCII_SPACES if text.isascii() else ASCII_SPACES + OTHER_SPACES
+    # If all white space is " " and "\n", at most two in a row and at most one at the end, this is several times faster
+    # than a regular expression: of two before a word, the patterns match the first alone, so that a cut may be between.
+    if not _contains_any(text, (*others, *LONG_SPACES)) and not (text[-1:].isspace() and text[-2:-1].isspace()):
         return text.replace(" ", f"{SEPARATOR} ").replace("\n", f"{SEPARATOR}\n").split(SEPARATOR)
     return WORD.findall(text)
-
-
-def _has_simple_spaces(text: str) -> bool:
-    """Return whether all white space is " " and "\\n", at most two in a row and at most one at the end.
-
-    Of two such characters before a word, the patterns match the first alone, so that a text may be cut between them.
-    """
-    if _contains_any(text, ASCII_SPACES) or (not text.isascii() and _contains_any(text, OTHER_SPACES)):
-        return False
-    return not _contains_any(text, LONG_SPACES) and not (text[-1:].isspace() and text[-2:-1].isspace())
 
 
 def _contains_any(text: str, parts: Sequence[str]) -> bool:
@@ -152,15 +138,8 @@ def find_word_rule(tokenizer: Tokenizer) -> WordRule | None:
     match data["pre_tokenizer"]:
         case {"type": "WhitespaceSplit"} | {"type": "ByteLevel", "use_regex": True, "add_prefix_space": False}:
             return "before spaces"
-        case {"type": "Sequence", "pretokenizers": [words, symbols]}:
-            plain = {key: value for key, value in symbols.items() if key != "trim_offsets"}
-            if plain == {key: value for key, value in byte_level().items() if key != "trim_offsets"}:
-                return _rule_of_split(words)
-    return None
-
-
-def _rule_of_split(component: Any) -> WordRule | None:
-    match component:
-        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
-            return RULE_BY_PATTERN.get(pattern)
+        case {"type": "Sequence", "pretokenizers": [{"type": "Split"} as words, symbols]}:
+            if symbols == byte_level() | {"trim_offsets": symbols.get("trim_offsets")}:
+                isolated = words["behavior"] == "Isolated" and not words["invert"]
+                return RULE_BY_PATTERN.get(words["pattern"].get("Regex")) if isolated else None
     return None

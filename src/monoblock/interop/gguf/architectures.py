@@ -21,16 +21,8 @@ from monoblock.config.presets import preset
 from monoblock.config.schema import from_dict, to_dict
 from monoblock.errors import ConfigError
 from monoblock.interop.huggingface.family import LM_HEAD, Family
-from monoblock.interop.huggingface.field_rules import (
-    ConfigTree,
-    Constant,
-    Field,
-    FieldGroup,
-    FieldRule,
-    FixedField,
-    get_value,
-    resolve_sizes,
-)
+from monoblock.interop.huggingface.field_converters import constant, field, fixed_field, head_dim_of
+from monoblock.interop.huggingface.field_rules import ConfigTree, FieldRule, get_value, resolve_sizes
 from monoblock.interop.rename import QKV_ROWS, AttentionShape, Rule, TensorTransform, qkv_names
 from monoblock.nn.positions import rotary_frequencies
 
@@ -64,7 +56,7 @@ PLUS_ONE = TensorTransform(lambda t, _: [t[0] - 1], lambda t, _: [t[0] + 1])
 # -- fields ------------------------------------------------------------------------------------------------------------
 
 
-def _rotary_fields() -> FieldGroup:
+def _rotary_fields() -> FieldRule:
     """Return the rule for rotary positions of whole heads.
 
     If the file has the tensor rope_freqs.weight, it contains the numbers that divide the frequencies (Llama 3).
@@ -82,7 +74,7 @@ def _rotary_fields() -> FieldGroup:
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         for layer in tree["decoder"]["layers"]:
             attention = layer["attention"]
-            head_dim = attention["head_dim"] or layer["width"] // attention["heads"]
+            head_dim = head_dim_of(layer)
             dim = fields["rope.dimension_count"] or head_dim
             if dim != head_dim:
                 raise ConfigError(f"rope.dimension_count={dim} is not supported: it must be the head size, {head_dim}")
@@ -99,7 +91,7 @@ def _rotary_fields() -> FieldGroup:
         positions = layer["attention"]["positions"]
         if positions is None or positions["kind"] != "rotary" or positions["layout"] != "half":
             raise ConfigError("the model's positions are not rotary with layout='half'")
-        head_dim = layer["attention"]["head_dim"] or layer["width"] // layer["attention"]["heads"]
+        head_dim = head_dim_of(layer)
         fields = {"rope.freq_base": positions["base"], "rope.dimension_count": positions["dim"] or head_dim}
         scaling = positions["scaling"]
         if scaling is None:
@@ -110,7 +102,7 @@ def _rotary_fields() -> FieldGroup:
             return fields | {ROPE_FACTORS: _rope_factors(from_dict(Rotary, positions, "positions"), head_dim)}
         raise ConfigError(f"the model's rotary scaling {scaling['kind']!r} cannot be written in GGUF")
 
-    return FieldGroup(defaults, read, write)
+    return FieldRule(defaults, read, write)
 
 
 def _read_scaling(fields: Mapping[str, Any], context: int) -> dict[str, Any] | None:
@@ -153,31 +145,31 @@ def _longrope_scaling(factors: list[float], context: int | None) -> dict[str, An
 
 def size_fields(eps: str) -> tuple[FieldRule, ...]:
     return (
-        Field(VOCAB_SIZE, "input.vocab"),
-        Field("block_count", "decoder.depth"),
-        Field("embedding_length", f"{BLOCK}.width"),
-        Field("attention.head_count", f"{ATTN}.heads"),
-        Field("context_length", "input.context"),
-        Field("feed_forward_length", f"{FFN}.hidden"),
-        Field(eps, "**.eps"),
+        field(VOCAB_SIZE, "input.vocab"),
+        field("block_count", "decoder.depth"),
+        field("embedding_length", f"{BLOCK}.width"),
+        field("attention.head_count", f"{ATTN}.heads"),
+        field("context_length", "input.context"),
+        field("feed_forward_length", f"{FFN}.hidden"),
+        field(eps, "**.eps"),
     )
 
 
 RMS_EPS = "attention.layer_norm_rms_epsilon"
 LLAMA = (
     *size_fields(RMS_EPS),
-    Field("attention.head_count_kv", f"{ATTN}.kv_heads", None),
-    Field("attention.key_length", f"{ATTN}.head_dim", None),
-    Field("attention.value_length", f"{ATTN}.value_dim", None),
-    FixedField("expert_count", None, (0,)),
-    FixedField("expert_used_count", None, (0,)),
+    field("attention.head_count_kv", f"{ATTN}.kv_heads", None),
+    field("attention.key_length", f"{ATTN}.head_dim", None),
+    field("attention.value_length", f"{ATTN}.value_dim", None),
+    fixed_field("expert_count", None, 0),
+    fixed_field("expert_used_count", None, 0),
     _rotary_fields(),
 )
 GEMMA = (
-    Constant(f"{BLOCK}.norm decoder.norm", to_dict(GEMMA_RMS_NORM)),
+    constant(f"{BLOCK}.norm decoder.norm", to_dict(GEMMA_RMS_NORM)),
     *LLAMA,
-    Constant("input.scale", "sqrt_width"),
-    Constant(f"{FFN}.activation", "gelu_tanh"),
+    constant("input.scale", "sqrt_width"),
+    constant(f"{FFN}.activation", "gelu_tanh"),
 )
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -222,7 +214,7 @@ ARCHITECTURES = {
     family.model_type: family
     for family in (
         gguf_family("llama", LLAMA, (*_INTERLEAVED_RULES, *_BLOCK_RULES, *_NORM_RULES)),
-        gguf_family("qwen2", (*LLAMA, Constant(f"{ATTN}.bias", "qkv")), (*_BLOCK_RULES, *_NORM_RULES)),
+        gguf_family("qwen2", (*LLAMA, constant(f"{ATTN}.bias", "qkv")), (*_BLOCK_RULES, *_NORM_RULES)),
         gguf_family("qwen3", LLAMA, (*_BLOCK_RULES, *_NORM_RULES), preset("qwen3-0.6b")),
         gguf_family("gemma", GEMMA, (*_BLOCK_RULES, *(rule._replace(transform=PLUS_ONE) for rule in _NORM_RULES))),
         gguf_family(

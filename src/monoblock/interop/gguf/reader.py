@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from monoblock.interop.gguf.architectures import ARCHITECTURES, LM_CLASS, ROPE_F
 from monoblock.interop.huggingface.family import Family
 from monoblock.interop.huggingface.field_rules import without_fields
 from monoblock.interop.rename import map_weights
-from monoblock.interop.weights import build_on_meta, split_weights, without_rest
+from monoblock.interop.weights import TensorFunction, build_on_meta, check_names, read_weights, without_rest
 from monoblock.tokenizers.formats.gguf import GgufHeader, TensorInfo
 from monoblock.untrusted_files import short_repr
 
@@ -134,7 +134,7 @@ def read_gguf_config(stored: GgufWeights, ignore_fields: Sequence[str]) -> tuple
     try:
         fields = without_fields(_config_fields(name, header, stored), ignore_fields)
         tree = family.config_tree(fields, LM_CLASS, harmless=lambda name, value: False)  # attention.causal is false
-        return family, family.build_config(tree, tied=_is_tied(stored))
+        return family, family.build_config(tree, fields, tied=_is_tied(stored))
     except (ConfigError, FileError) as error:
         raise FileError(f"{path}: {error}") from None
 
@@ -149,35 +149,36 @@ def load_gguf(
     mesh: DeviceMesh | None,
 ) -> Transformer:
     """Load the model in a GGUF file, or the parts of this process."""
-    path = stored.path
     family, config = read_gguf_config(stored, ignore_fields)
     try:
         model: Transformer = build_on_meta(cls, config, len(stored))
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        mappings, names = list(map_weights(family.weights, shapes, config)), {name: name for name in stored}
+        optional = ("rope_freqs.weight", *(["output.weight"] if config.tie == "output" else []))
+        check_names(names, {name: None for mapping in mappings for name in mapping.theirs}, optional)
+        state = read_weights(model, mappings, names, GgufReader(stored, dtype, device, is_split=mesh is not None), mesh)
     except (ConfigError, FileError) as error:
-        raise FileError(f"{path}: {error}") from None
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    unused = set(stored) - {"rope_freqs.weight"} - ({"output.weight"} if config.tie == "output" else set())
-    weights, parts = dict[str, Tensor](), split_weights(model, mesh)
-    for mapping in map_weights(family.weights, shapes, config):
-        missing = next((name for name in mapping.theirs if name not in stored), None)
-        if missing is not None:
-            raise FileError(f"{path} lacks the tensor {missing}")
-        sources = {name: stored[name] for name in mapping.theirs}
-        try:
-            tensors = mapping.load(list(sources.values()))
-        except RuntimeError:
-            tensors = [torch.empty(0)]
-        if [tensor.shape for tensor in tensors] != [shapes[name] for name in mapping.ours]:
-            stored_shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in sources.items())
-            raise FileError(f"{path}: the shape of {stored_shapes} does not fit the configuration")
-        tensors = [without_rest(part) if mesh else part for part in parts.select(mapping.ours, tensors)]
-        converted = [tensor.to(device, dtype, memory_format=torch.contiguous_format) for tensor in tensors]
-        weights |= {key: parts.join(key, tensor) for key, tensor in zip(mapping.ours, converted, strict=True)}
-        unused -= set(mapping.theirs)
-    if unused:
-        raise FileError(f"{path} has a tensor that the model does not use: {min(unused)}")
-    model.load_state_dict(weights, assign=True)
+        raise FileError(f"{stored.path}: {error}") from None
+    model.load_state_dict(state, assign=True)
     return model
+
+
+class GgufReader(NamedTuple):
+    """Read the tensors of a GGUF file, transform them and convert them to one dtype on one device."""
+
+    weights: GgufWeights
+    dtype: torch.dtype
+    device: str
+    is_split: bool  # whether results may be small parts of tensors, which must not keep the rest in memory
+
+    def load(self, keys: Sequence[str], transform: TensorFunction) -> Sequence[Tensor]:
+        """Apply `transform` to the tensors with these names; return its results in `self.dtype` on `self.device`."""
+        try:
+            tensors = transform([self.weights[key] for key in keys])
+        except RuntimeError as error:
+            raise FileError(f"{keys[0]} does not fit the configuration: {' '.join(str(error).split())[:100]}") from None
+        tensors = [without_rest(tensor) for tensor in tensors] if self.is_split else tensors
+        return [tensor.to(self.device, self.dtype, memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 def _config_fields(architecture: str, header: GgufHeader, stored: GgufWeights) -> dict[str, Any]:

@@ -101,17 +101,11 @@ def _choose_architecture(model: Transformer) -> tuple[Family, dict[str, Any]]:
 
 
 def _add_field(writer: Any, field: str, value: Any) -> None:
-    match value:
-        case bool():
-            writer.add_bool(field, value)
-        case int():
-            writer.add_uint32(field, value)
-        case float():
-            writer.add_float32(field, value)
-        case str():
-            writer.add_string(field, value)
-        case _:
-            writer.add_array(field, list(value))
+    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING"}
+    kind = kinds.get(type(value), "ARRAY")
+    if kind != "ARRAY" or len(value):
+        value = list(value) if kind == "ARRAY" else value
+        writer.add_key_value(field, value, import_gguf().GGUFValueType[kind])
 
 
 def _write_tensors(
@@ -121,25 +115,25 @@ def _write_tensors(
     state = {name: tensor.detach() for name, tensor in state_to_save(model).items()}
     types, quants = import_gguf().GGMLQuantizationType, import_gguf().quants
     mappings = list(map_weights(family.weights, {name: tensor.shape for name, tensor in state.items()}, model.config))
+    storages = list[str]()
     if rope_factors is not None:
         writer.add_tensor_info("rope_freqs.weight", (len(rope_factors),), np.dtype(np.float32), 4 * len(rope_factors))
     for mapping in mappings:
         (tensor,) = mapping.save([state[name].to("meta") for name in mapping.ours])
-        storage = _storage_type(tuple(tensor.shape), mapping.theirs[0], kind)
-        shape = tuple(tensor.shape)
-        if storage == "q8_0":
-            shape = quants.quant_shape_to_byte_shape(tensor.shape, types.Q8_0)
-        dtype = np.dtype(STORAGE_DTYPES[storage])
+        shape, name = tuple(tensor.shape), mapping.theirs[0]
+        storages.append(_storage_type(shape, name, kind))
+        if storages[-1] == "q8_0":
+            shape = quants.quant_shape_to_byte_shape(shape, types.Q8_0)
+        dtype = np.dtype(STORAGE_DTYPES[storages[-1]])
         size = math.prod(shape) * dtype.itemsize
-        writer.add_tensor_info(mapping.theirs[0], shape, dtype, size, raw_dtype=types[storage.upper()])
+        writer.add_tensor_info(name, shape, dtype, size, raw_dtype=types[storages[-1].upper()])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     if rope_factors is not None:
         writer.write_tensor_data(np.array(rope_factors, dtype=np.float32))
-    for mapping in mappings:
+    for mapping, storage in zip(mappings, storages, strict=True):
         (tensor,) = mapping.save([state[name].float().cpu() for name in mapping.ours])
-        storage = _storage_type(tuple(tensor.shape), mapping.theirs[0], kind)
         if storage == "f16" and tensor.abs().max() > MAX_F16:
             raise InputError(f"{mapping.theirs[0]} contains numbers too large for f16; write kind='f32'")
         writer.write_tensor_data(quants.quantize(tensor.contiguous().numpy(), types[storage.upper()]))

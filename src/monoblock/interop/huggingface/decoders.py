@@ -1,70 +1,33 @@
 """DATA: Hugging Face decoder families: their templates, field rules, weight rules and classes.
 
-A family that differs from another in a few fields has the rules of the other, followed by its own (`override`).  The
-defaults of fields are those in transformers.
+A family that differs from another in a few fields has the rules of the other, changed (`derive`).  The defaults of
+fields are those in transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from monoblock.config.families import gpt, llama
-from monoblock.config.model import ExpertsConfig, FeedForwardConfig, Learned, NormConfig, Sinusoid
+from monoblock.config.model import ExpertsConfig, FeedForwardConfig, Learned, ModelConfig, NormConfig, Sinusoid
 from monoblock.config.preset_blocks import GEMMA_RMS_NORM, PYTHIA_BLOCK, build_decoder_only
 from monoblock.config.presets import preset
 from monoblock.config.schema import to_dict
-from monoblock.interop.huggingface import weight_rules as w
-from monoblock.interop.huggingface.family import LM_HEAD, LM_HEAD_BIAS, Family, head_tree, override, without
-from monoblock.interop.huggingface.field_converters import (
-    FULL,
-    SLIDING,
-    activation,
-    all_biases,
-    every_nth,
-    expert_layers,
-    falcon_layers,
-    feedforward_ratio,
-    feedforward_size,
-    flag,
-    gpt2_attention_scale,
-    gpt_neo_layers,
-    inverse,
-    inverse_sqrt,
-    layer_types,
-    logit_softcap,
-    mpt_attention,
-    no_rope_layers,
-    num_labels,
-    opt_embedding_size,
-    opt_norms,
-    optional_window,
-    qk_norm,
-    qwen_layer_types,
-    unused_field,
-)
-from monoblock.interop.huggingface.field_rules import (
-    ConfigTree,
-    Constant,
-    Field,
-    FieldGroup,
-    FieldRule,
-    FixedField,
-    get_value,
-    set_value,
-)
-from monoblock.interop.huggingface.rotary import falcon_rotary, rotary
+from monoblock.interop.huggingface import field_converters as r, weight_rules as w
+from monoblock.interop.huggingface.family import LM_HEAD, LM_HEAD_BIAS, Family, derive, head_tree
+from monoblock.interop.huggingface.field_converters import FULL, SLIDING
+from monoblock.interop.huggingface.field_rules import ConfigTree, FieldRule, get_value, set_value
 
 BLOCK, ATTN, FFN = "decoder.*", "decoder.*.attention", "decoder.*.feedforward"
 LLAMA_TEMPLATE = llama(vocab=8, width=8, depth=1, heads=1, context=8)
 GPT_TEMPLATE = gpt(vocab=8, width=8, depth=1, heads=1, context=8)
-CLASSIFIER_HEAD = head_tree(kind="classifier", classes=2, pooling="last")
+CLASSIFIER_HEAD = head_tree("classifier", classes=2, pooling="last")
 LAYER_NORM, LAYER_NORM_NO_SHIFT = to_dict(NormConfig()), to_dict(NormConfig(affine="scale"))
 
 
-def norms(norm: ConfigTree) -> Constant:
-    return Constant(f"{BLOCK}.norm decoder.norm", norm)
+def norms(norm: ConfigTree) -> FieldRule:
+    return r.constant(f"{BLOCK}.norm decoder.norm", norm)
 
 
 def decoder_family(
@@ -73,8 +36,8 @@ def decoder_family(
     fields: Sequence[FieldRule],
     weights: Sequence[w.Rule],
     *,
-    template: Any = LLAMA_TEMPLATE,
-    prefix: str = "model.",
+    template: ModelConfig = GPT_TEMPLATE,
+    prefix: str = "transformer.",
     head: ConfigTree = LM_HEAD,
     lm_class: str | None = None,
     has_classifier: bool = True,
@@ -90,7 +53,7 @@ def decoder_family(
     return Family(
         model_type=model_type,
         template=template,
-        fields=(*fields, num_labels()),
+        fields=(*fields, r.num_labels()),
         weights=weights,
         classes=classes | ({classifier: CLASSIFIER_HEAD} if has_classifier else {}),
         head_weights={classifier: w.SCORE},
@@ -107,72 +70,91 @@ def size_fields(
     context: str = "max_position_embeddings",
 ) -> tuple[FieldRule, ...]:
     return (
-        Field("vocab_size", "input.vocab"),
-        Field(depth, "decoder.depth"),
-        Field(width, f"{BLOCK}.width"),
-        Field(heads, f"{ATTN}.heads"),
-        Field(context, "input.context"),
+        r.field("vocab_size", "input.vocab"),
+        r.field(depth, "decoder.depth"),
+        r.field(width, f"{BLOCK}.width"),
+        r.field(heads, f"{ATTN}.heads"),
+        r.field(context, "input.context"),
     )
+
+
+def activation(theirs: str, default: str) -> FieldRule:
+    return r.activation(theirs, f"{FFN}.activation", default)
+
+
+def eps(theirs: str, default: float = 1e-5) -> FieldRule:
+    return r.field(theirs, "**.eps", default)
 
 
 # -- LLaMA and its descendants ----------------------------------------------------------------------------------------
 
 LLAMA = (
     *size_fields(),
-    Field("num_key_value_heads", f"{ATTN}.kv_heads", None),
-    Field("head_dim", f"{ATTN}.head_dim", None),
-    Field("intermediate_size", f"{FFN}.hidden"),
-    activation("hidden_act", f"{FFN}.activation", "silu"),
-    Field("rms_norm_eps", "**.eps", 1e-6),
-    flag("attention_bias", f"{ATTN}.bias", False, "qkvo", ""),
-    Field("mlp_bias", f"{FFN}.bias", False),
-    rotary(),
+    r.field("num_key_value_heads", f"{ATTN}.kv_heads", None),
+    r.field("head_dim", f"{ATTN}.head_dim", None),
+    r.field("intermediate_size", f"{FFN}.hidden"),
+    activation("hidden_act", "silu"),
+    eps("rms_norm_eps", 1e-6),
+    r.flag("attention_bias", f"{ATTN}.bias", False, "qkvo", ""),
+    r.field("mlp_bias", f"{FFN}.bias", False),
+    r.rotary(),
 )
-LLAMA_BASE = without(LLAMA, "head_dim", "attention_bias", "mlp_bias")  # fields that many descendants lack
-LLAMA_WITH_BIAS = without(LLAMA, "head_dim", "mlp_bias")
-LLAMA_LAYER_NORM = without(LLAMA_BASE, "rms_norm_eps")
-SLIDING_WINDOW = Field("sliding_window", f"{ATTN}.window", None)
-LAYER_NORM_EPS = Field("layer_norm_eps", "**.eps", 1e-5)
-QWEN_LAYER_TYPES = layer_types("decoder", qwen_layer_types, default=4096, has_switch=True, max_window_layers=28)
-MISTRAL = override(without(LLAMA, "attention_bias", "mlp_bias"), replace(SLIDING_WINDOW, default=4096))
-GEMMA = (
-    *override(without(LLAMA, "mlp_bias"), activation("hidden_act", f"{FFN}.activation", "gelu_pytorch_tanh")),
-    Field("head_dim", f"{ATTN}.head_dim", 256),
-    FixedField("hidden_activation", None, ("gelu_pytorch_tanh",)),
-    Constant("input.scale", "sqrt_width"),
+LLAMA_BASE = derive(LLAMA, drop="head_dim attention_bias mlp_bias")  # fields that many descendants lack
+LLAMA_LAYER_NORM = derive(LLAMA_BASE, drop="rms_norm_eps")
+QWEN_LAYER_TYPES = r.layer_types("decoder", r.qwen_layer_types, default=4096, has_switch=True, max_window_layers=28)
+MISTRAL = derive(LLAMA, r.field("sliding_window", f"{ATTN}.window", 4096), drop="attention_bias mlp_bias")
+MIXTRAL = derive(
+    MISTRAL,
+    eps("rms_norm_eps"),
+    r.field("sliding_window", f"{ATTN}.window", None),
+    r.rotary(base=1_000_000.0),
+    r.field("num_local_experts", f"{FFN}.experts.count", 8),
+    r.field("num_experts_per_tok", f"{FFN}.experts.top_k", 2),
 )
-GEMMA2 = override(
-    without(GEMMA, "hidden_act", "hidden_activation"),
-    activation("hidden_activation", f"{FFN}.activation", "gelu_pytorch_tanh"),
-    inverse_sqrt("query_pre_attn_scalar", f"{ATTN}.scale", 256),
-    Field("attn_logit_softcapping", f"{ATTN}.softcap", 50.0),
-    logit_softcap(30.0),
-    layer_types("decoder", every_nth(2, FULL, SLIDING), default=4096),
-    FixedField("hidden_act", "gelu_pytorch_tanh", ("gelu",)),  # in older files; hidden_activation decides
-    unused_field("sliding_window_size", None),  # in older files; sliding_window decides
+GEMMA = derive(
+    LLAMA,
+    norms(to_dict(GEMMA_RMS_NORM)),
+    eps("rms_norm_eps", 1e-6),
+    activation("hidden_act", "gelu_pytorch_tanh"),
+    r.field("head_dim", f"{ATTN}.head_dim", 256),
+    r.rotary(),
+    r.fixed_field("hidden_activation", None, "gelu_pytorch_tanh"),
+    r.constant("input.scale", "sqrt_width"),
+    drop="mlp_bias",
 )
-GEMMA3 = override(
+GEMMA2 = derive(
+    GEMMA,
+    activation("hidden_activation", "gelu_pytorch_tanh"),
+    r.inverse_sqrt("query_pre_attn_scalar", f"{ATTN}.scale", 256),
+    r.field("attn_logit_softcapping", f"{ATTN}.softcap", 50.0),
+    r.logit_softcap(30.0),
+    r.layer_types("decoder", r.every_nth(2, FULL, SLIDING), default=4096),
+    r.fixed_field("hidden_act", "gelu_pytorch_tanh", "gelu"),  # in older files; hidden_activation decides
+    r.unused_field("sliding_window_size", None),  # in older files; sliding_window decides
+)
+GEMMA3 = derive(
     GEMMA2,
-    Field("attn_logit_softcapping", f"{ATTN}.softcap", None),
-    logit_softcap(None),
-    layer_types(
+    r.constant(f"{ATTN}.qk_norm", to_dict(GEMMA_RMS_NORM)),
+    eps("rms_norm_eps", 1e-6),
+    r.field("attn_logit_softcapping", f"{ATTN}.softcap", None),
+    r.logit_softcap(None),
+    r.layer_types(
         "decoder",
-        lambda fields, depth: every_nth(fields["sliding_window_pattern"], FULL, SLIDING)(fields, depth),
+        r.every_nth("sliding_window_pattern", FULL, SLIDING),
         default=4096,
         sliding_window_pattern=6,
         _sliding_window_pattern=6,
     ),
-    rotary(layer_bases=(1_000_000.0, 10_000.0), sliding_theta_key="rope_local_base_freq"),
+    r.rotary(layer_bases=(1_000_000.0, 10_000.0), sliding_theta_key="rope_local_base_freq"),
 )
-GLM = (
-    *override(
-        without(LLAMA, "mlp_bias", "attention_bias", "rope_parameters"),
-        Field("rms_norm_eps", "**.eps", 1.5625e-07),
-    ),
-    Field("head_dim", f"{ATTN}.head_dim", 128),
-    flag("attention_bias", f"{ATTN}.bias", True, "qkv", ""),
-    rotary(partial=0.5),
-    Constant(f"{ATTN}.positions.layout", "interleaved"),
+GLM = derive(
+    LLAMA,
+    eps("rms_norm_eps", 1.5625e-07),
+    r.field("head_dim", f"{ATTN}.head_dim", 128),
+    r.flag("attention_bias", f"{ATTN}.bias", True, "qkv", ""),
+    r.rotary(partial=0.5),
+    r.constant(f"{ATTN}.positions.layout", "interleaved"),
+    drop="mlp_bias",
 )
 GPT_OSS_FEEDFORWARD = FeedForwardConfig(
     hidden=8,
@@ -181,296 +163,260 @@ GPT_OSS_FEEDFORWARD = FeedForwardConfig(
     clamp=7.0,
     experts=ExpertsConfig(count=8, top_k=4, router="top_k_softmax", router_bias=True),
 )
-EXPERTS = (
-    Field("num_local_experts", f"{FFN}.experts.count", 8),
-    Field("num_experts_per_tok", f"{FFN}.experts.top_k", 2),
-)
+
+
+def llama_family(
+    model_type: str,
+    class_prefix: str,
+    weights: Sequence[w.Rule],
+    *changes: FieldRule,
+    base: Sequence[FieldRule] = LLAMA,
+    drop: str = "",
+    template: str | None = None,
+    tied_by_default: bool = False,
+    **options: Any,
+) -> Family:
+    """Return a family with the fields of `base`, changed; `template` is the name of a preset, by default a LLaMA."""
+    return decoder_family(
+        model_type,
+        class_prefix,
+        derive(base, *changes, drop=drop),
+        weights,
+        template=LLAMA_TEMPLATE if template is None else preset(template),
+        prefix="model.",
+        tied_by_default=tied_by_default,
+        **options,
+    )
+
 
 LLAMA_FAMILIES = (
-    decoder_family("llama", "Llama", LLAMA, w.LLAMA, tied_by_default=False),
-    decoder_family("mistral", "Mistral", MISTRAL, w.LLAMA, tied_by_default=False),
-    decoder_family(
-        "qwen2",
-        "Qwen2",
-        override((*LLAMA_BASE, Constant(f"{ATTN}.bias", "qkv")), QWEN_LAYER_TYPES),
-        w.LLAMA,
-        tied_by_default=False,
-    ),
-    decoder_family(
+    llama_family("llama", "Llama", w.LLAMA),
+    llama_family("mistral", "Mistral", w.LLAMA, base=MISTRAL),
+    llama_family("qwen2", "Qwen2", w.LLAMA, r.constant(f"{ATTN}.bias", "qkv"), QWEN_LAYER_TYPES, base=LLAMA_BASE),
+    llama_family(
         "qwen3",
         "Qwen3",
-        override(without(LLAMA, "mlp_bias"), Field("head_dim", f"{ATTN}.head_dim", 128), QWEN_LAYER_TYPES),
         w.LLAMA,
-        template=preset("qwen3-0.6b"),
-        tied_by_default=False,
+        r.field("head_dim", f"{ATTN}.head_dim", 128),
+        QWEN_LAYER_TYPES,
+        drop="mlp_bias",
+        template="qwen3-0.6b",
     ),
-    decoder_family(
+    llama_family(
         "phi3",
         "Phi3",
-        (
-            *override(
-                LLAMA_BASE,
-                Field("rms_norm_eps", "**.eps", 1e-5),
-                SLIDING_WINDOW,
-                rotary(partial=1.0, original_context=4096),
-            ),
-            FixedField("attention_bias", False),
-        ),
         w.PHI3,
-        tied_by_default=False,
+        eps("rms_norm_eps"),
+        r.field("sliding_window", f"{ATTN}.window", None),
+        r.rotary(partial=1.0, original_context=4096),
+        r.fixed_field("attention_bias", False),
+        base=LLAMA_BASE,
     ),
-    decoder_family(
+    llama_family(
         "granite",
         "Granite",
-        (
-            *without(LLAMA, "head_dim"),
-            Field("embedding_multiplier", "input.scale", 1.0),
-            Field("residual_multiplier", f"{BLOCK}.residual_scale", 1.0),
-            Field("attention_multiplier", f"{ATTN}.scale", 1.0),
-            inverse("logits_scaling", "head.scale", 1.0),
-        ),
         w.LLAMA,
-        tied_by_default=False,
+        r.field("embedding_multiplier", "input.scale", 1.0),
+        r.field("residual_multiplier", f"{BLOCK}.residual_scale", 1.0),
+        r.field("attention_multiplier", f"{ATTN}.scale", 1.0),
+        r.inverse("logits_scaling", "head.scale", 1.0),
+        drop="head_dim",
         has_classifier=False,
     ),
-    decoder_family(
+    llama_family(
         "smollm3",
         "SmolLM3",
-        override(
-            without(LLAMA, "head_dim"),
-            layer_types("decoder", lambda fields, depth: [FULL] * depth, has_switch=True, max_window_layers=28),
-            rotary(base=2_000_000.0),
-            no_rope_layers(),
-        ),
         w.LLAMA,
+        r.layer_types("decoder", lambda fields, depth: [FULL] * depth, has_switch=True, max_window_layers=28),
+        r.rotary(base=2_000_000.0),
+        r.no_rope_layers(),
+        drop="head_dim",
+        tied_by_default=True,
     ),
-    decoder_family(
-        "olmo2",
-        "Olmo2",
-        override(LLAMA_WITH_BIAS, Field("rms_norm_eps", "**.eps", 1e-5)),
-        w.OLMO2,
-        template=preset("olmo2-7b"),
-        tied_by_default=False,
-    ),
-    decoder_family(
+    llama_family("olmo2", "Olmo2", w.OLMO2, eps("rms_norm_eps"), drop="head_dim mlp_bias", template="olmo2-7b"),
+    llama_family(
         "olmo3",
         "Olmo3",
-        override(
-            LLAMA_WITH_BIAS,
-            Field("rms_norm_eps", "**.eps", 1e-5),
-            layer_types("decoder", every_nth(4, FULL, SLIDING), default=4096),
-            rotary(layer_bases=(500_000.0, 500_000.0)),
-        ),
         w.OLMO2,
-        template=preset("olmo2-7b"),
-        tied_by_default=False,
+        eps("rms_norm_eps"),
+        r.layer_types("decoder", r.every_nth(4, FULL, SLIDING), default=4096),
+        r.rotary(layer_bases=(500_000.0, 500_000.0)),
+        drop="head_dim mlp_bias",
+        template="olmo2-7b",
     ),
-    decoder_family(
+    llama_family(
         "olmo",
         "Olmo",
-        (
-            norms(to_dict(NormConfig(affine="none"))),
-            *without(LLAMA_WITH_BIAS, "rms_norm_eps"),
-            Field("clip_qkv", f"{ATTN}.clip", None),
-        ),
         w.LLAMA,
-        tied_by_default=False,
+        norms(to_dict(NormConfig(affine="none"))),
+        r.field("clip_qkv", f"{ATTN}.clip", None),
+        drop="head_dim mlp_bias rms_norm_eps",
     ),
-    decoder_family(
+    llama_family(
         "stablelm",
         "StableLm",
-        (
-            norms(LAYER_NORM),
-            *without(LLAMA_LAYER_NORM, "rope_parameters"),
-            LAYER_NORM_EPS,
-            flag("use_qkv_bias", f"{ATTN}.bias", False, "qkv", ""),
-            FixedField("use_norm_bias", True),
-            flag("use_parallel_residual", f"{BLOCK}.residual", False, "parallel_shared", "sequential"),
-            qk_norm("qk_layernorm", "each_head", NormConfig(affine="scale")),
-            rotary(partial=0.25, fraction_key="rope_pct"),
-        ),
         w.STABLELM,
-        tied_by_default=False,
+        norms(LAYER_NORM),
+        eps("layer_norm_eps"),
+        r.flag("use_qkv_bias", f"{ATTN}.bias", False, "qkv", ""),
+        r.fixed_field("use_norm_bias", True),
+        r.flag("use_parallel_residual", f"{BLOCK}.residual", False, "parallel_shared", "sequential"),
+        r.qk_norm("qk_layernorm", "each_head", NormConfig(affine="scale")),
+        r.rotary(partial=0.25, fraction_key="rope_pct"),
+        base=LLAMA_LAYER_NORM,
     ),
-    decoder_family(
+    llama_family(
         "starcoder2",
         "Starcoder2",
-        (
-            norms(LAYER_NORM),
-            *override(LLAMA_LAYER_NORM, activation("hidden_act", f"{FFN}.activation", "gelu_pytorch_tanh")),
-            Field("norm_epsilon", "**.eps", 1e-5),
-            all_biases("use_bias"),
-            SLIDING_WINDOW,
-            FixedField("norm_type", "layer_norm"),
-            FixedField("mlp_type", "default"),
-            Constant(f"{FFN}.gated", False),
-            # Names of GPT-BigCode, in some files; hidden_act and norm_epsilon decide.
-            *(unused_field(name, None) for name in ("activation_function", "layer_norm_epsilon", "scale_attn_weights")),
-        ),
         w.STARCODER2,
+        norms(LAYER_NORM),
+        activation("hidden_act", "gelu_pytorch_tanh"),
+        eps("norm_epsilon"),
+        *r.biases("use_bias", True),
+        r.field("sliding_window", f"{ATTN}.window", None),
+        r.fixed_field("norm_type", "layer_norm"),
+        r.fixed_field("mlp_type", "default"),
+        r.constant(f"{FFN}.gated", False),
+        # Names of GPT-BigCode, in some files; hidden_act and norm_epsilon decide.
+        *(r.unused_field(name, None) for name in ("activation_function", "layer_norm_epsilon", "scale_attn_weights")),
+        base=LLAMA_LAYER_NORM,
+        tied_by_default=True,
     ),
-    decoder_family(
+    llama_family(
         "cohere",
         "Cohere",
-        (
-            norms(LAYER_NORM_NO_SHIFT),
-            *override(without(LLAMA_WITH_BIAS, "rms_norm_eps"), rotary(base=500_000.0)),
-            LAYER_NORM_EPS,
-            Field("logit_scale", "head.scale", 0.0625),
-            qk_norm("use_qk_norm", "each_head", NormConfig(affine="scale")),
-            Constant(f"{BLOCK}.residual", "parallel_shared"),
-            Constant(f"{ATTN}.positions.layout", "interleaved"),
-        ),
         w.LLAMA,
+        norms(LAYER_NORM_NO_SHIFT),
+        r.rotary(base=500_000.0),
+        eps("layer_norm_eps"),
+        r.field("logit_scale", "head.scale", 0.0625),
+        r.qk_norm("use_qk_norm", "each_head", NormConfig(affine="scale")),
+        r.constant(f"{BLOCK}.residual", "parallel_shared"),
+        r.constant(f"{ATTN}.positions.layout", "interleaved"),
+        drop="head_dim mlp_bias rms_norm_eps",
+        tied_by_default=True,
         has_classifier=False,
     ),
-    decoder_family(
+    llama_family(
         "phi",
         "Phi",
-        (
-            *override(LLAMA_LAYER_NORM, activation("hidden_act", f"{FFN}.activation", "gelu_new"), rotary(partial=0.5)),
-            LAYER_NORM_EPS,
-            qk_norm("qk_layernorm", "head", NormConfig()),
-            unused_field("rotary_dim", None),  # in older files; partial_rotary_factor decides
-        ),
         w.PHI,
-        template=preset("phi-2"),
+        activation("hidden_act", "gelu_new"),
+        r.rotary(partial=0.5),
+        eps("layer_norm_eps"),
+        r.qk_norm("qk_layernorm", "head", NormConfig()),
+        r.unused_field("rotary_dim", None),  # in older files; partial_rotary_factor decides
+        base=LLAMA_LAYER_NORM,
+        template="phi-2",
         head=LM_HEAD_BIAS,
-        tied_by_default=False,
     ),
-    decoder_family(
+    llama_family(
         "persimmon",
         "Persimmon",
-        (
-            *override(
-                without(LLAMA_LAYER_NORM, "num_key_value_heads"),
-                activation("hidden_act", f"{FFN}.activation", "relu2"),
-                rotary(partial=0.5),
-            ),
-            LAYER_NORM_EPS,
-            replace(qk_norm("qk_layernorm", "head", NormConfig()), defaults={"qk_layernorm": True}),
-        ),
         w.PERSIMMON,
-        template=preset("persimmon-8b"),
-        tied_by_default=False,
+        activation("hidden_act", "relu2"),
+        r.rotary(partial=0.5),
+        eps("layer_norm_eps"),
+        r.qk_norm("qk_layernorm", "head", NormConfig(), default=True),
+        base=LLAMA_LAYER_NORM,
+        drop="num_key_value_heads",
+        template="persimmon-8b",
     ),
-    decoder_family(
+    llama_family(
         "nemotron",
         "Nemotron",
-        (
-            norms(LAYER_NORM | {"unit_offset": True}),
-            *override(
-                without(LLAMA, "rms_norm_eps"),
-                activation("hidden_act", f"{FFN}.activation", "relu2"),
-                rotary(partial=0.5, fraction_key="rope_percent"),
-            ),
-            Field("norm_eps", "**.eps", 1e-5),
-            Constant(f"{FFN}.gated", False),
-        ),
         w.LLAMA,
-        tied_by_default=False,
+        norms(LAYER_NORM | {"unit_offset": True}),
+        activation("hidden_act", "relu2"),
+        r.rotary(partial=0.5, fraction_key="rope_percent"),
+        eps("norm_eps"),
+        r.constant(f"{FFN}.gated", False),
+        drop="rms_norm_eps",
     ),
-    decoder_family("glm", "Glm", GLM, w.GLM, tied_by_default=False),
-    decoder_family("glm4", "Glm4", (*GLM, Constant(f"{BLOCK}.norm_place", "sandwich")), w.GLM4, tied_by_default=False),
-    decoder_family("gemma", "Gemma", (norms(to_dict(GEMMA_RMS_NORM)), *GEMMA), w.LLAMA),
-    decoder_family("gemma2", "Gemma2", GEMMA2, w.GEMMA2, template=preset("gemma2-2b")),
-    decoder_family(
+    llama_family("glm", "Glm", w.GLM, base=GLM),
+    llama_family("glm4", "Glm4", w.GLM4, r.constant(f"{BLOCK}.norm_place", "sandwich"), base=GLM),
+    llama_family("gemma", "Gemma", w.LLAMA, base=GEMMA, tied_by_default=True),
+    llama_family("gemma2", "Gemma2", w.GEMMA2, base=GEMMA2, template="gemma2-2b", tied_by_default=True),
+    llama_family(
         "gemma3_text",
         "Gemma3Text",
-        (Constant(f"{ATTN}.qk_norm", to_dict(GEMMA_RMS_NORM)), *GEMMA3),
         w.GEMMA2,
-        template=preset("gemma2-2b"),
+        base=GEMMA3,
+        template="gemma2-2b",
         lm_class="Gemma3ForCausalLM",
+        tied_by_default=True,
     ),
-    decoder_family(
-        "mixtral",
-        "Mixtral",
-        (
-            *override(MISTRAL, Field("rms_norm_eps", "**.eps", 1e-5), SLIDING_WINDOW, rotary(base=1_000_000.0)),
-            *EXPERTS,
-        ),
-        w.MIXTRAL,
-        template=preset("mixtral-8x7b"),
-        tied_by_default=False,
-    ),
-    decoder_family(
+    llama_family("mixtral", "Mixtral", w.MIXTRAL, base=MIXTRAL, template="mixtral-8x7b"),
+    llama_family(
         "gpt_oss",
         "GptOss",
-        (
-            *override(
-                without(LLAMA, "mlp_bias"),
-                Field("head_dim", f"{ATTN}.head_dim", 64),
-                Field("rms_norm_eps", "**.eps", 1e-5),
-                flag("attention_bias", f"{ATTN}.bias", True, "qkvo", ""),
-                layer_types("decoder", every_nth(2, FULL, SLIDING), default=128),
-                rotary(base=150_000.0),
-            ),
-            FixedField("hidden_act", "silu"),
-            FixedField("swiglu_limit", 7.0),
-            Constant(f"{FFN}", to_dict(GPT_OSS_FEEDFORWARD)),
-            Field("intermediate_size", f"{FFN}.hidden"),
-            Field("num_local_experts", f"{FFN}.experts.count", 128),
-            Field("num_experts_per_tok", f"{FFN}.experts.top_k", 4),
-            Constant(f"{ATTN}.sinks", True),
-        ),
         w.GPT_OSS,
-        tied_by_default=False,
+        r.field("head_dim", f"{ATTN}.head_dim", 64),
+        eps("rms_norm_eps"),
+        r.flag("attention_bias", f"{ATTN}.bias", True, "qkvo", ""),
+        r.layer_types("decoder", r.every_nth(2, FULL, SLIDING), default=128),
+        r.rotary(base=150_000.0),
+        r.fixed_field("hidden_act", "silu"),
+        r.fixed_field("swiglu_limit", 7.0),
+        r.constant(FFN, to_dict(GPT_OSS_FEEDFORWARD)),
+        r.field("intermediate_size", f"{FFN}.hidden"),
+        r.field("num_local_experts", f"{FFN}.experts.count", 128),
+        r.field("num_experts_per_tok", f"{FFN}.experts.top_k", 4),
+        r.constant(f"{ATTN}.sinks", True),
+        drop="mlp_bias",
         field_aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
     ),
-    decoder_family(
+    llama_family(
         "qwen3_moe",
         "Qwen3Moe",
-        (
-            *without(LLAMA, "mlp_bias", "intermediate_size"),
-            optional_window(f"{ATTN}.window", 4096),
-            expert_layers("num_local_experts"),
-        ),
         w.QWEN3_MOE,
-        template=preset("qwen3-0.6b"),
-        tied_by_default=False,
+        r.optional_window(),
+        r.expert_layers(),
+        drop="mlp_bias intermediate_size",
+        template="qwen3-0.6b",
         field_aliases={"num_experts": "num_local_experts"},
     ),
 )
 
 # -- GPT-2 and its descendants ----------------------------------------------------------------------------------------
 
-GPT2_EPS = Field("layer_norm_epsilon", "**.eps", 1e-5)
 GPT2 = (
     *size_fields("n_embd", "n_layer", "n_head", "n_positions"),
-    feedforward_size("n_inner", f"{FFN}.hidden", f"{BLOCK}.width"),
-    activation("activation_function", f"{FFN}.activation", "gelu_new"),
-    GPT2_EPS,
+    r.feedforward_size("n_inner"),
+    activation("activation_function", "gelu_new"),
+    eps("layer_norm_epsilon"),
 )
 GPTJ = (
     *GPT2,
-    Field("rotary_dim", f"{ATTN}.positions.dim", 64),
-    FixedField("rotary", True),
-    FixedField("scale_attn_weights", True),
+    r.field("rotary_dim", f"{ATTN}.positions.dim", 64),
+    r.fixed_field("rotary", True),
+    r.fixed_field("scale_attn_weights", True),
 )
 BLOOM = (
-    *without(size_fields("hidden_size", "n_layer", "n_head"), "max_position_embeddings"),
-    feedforward_ratio(f"{FFN}.hidden", f"{BLOCK}.width"),
-    FixedField("n_inner", None),
-    GPT2_EPS,
-    Constant("input.context", None),
+    *derive(size_fields("hidden_size", "n_layer", "n_head"), drop="max_position_embeddings"),
+    r.feedforward_ratio(),
+    r.fixed_field("n_inner", None),
+    eps("layer_norm_epsilon"),
+    r.constant("input.context", None),
 )
-BIGCODE = (
-    *override(GPT2, activation("activation_function", f"{FFN}.activation", "gelu_pytorch_tanh")),
-    FixedField("scale_attn_weights", True),
-    FieldGroup(
+BIGCODE = derive(
+    GPT2,
+    activation("activation_function", "gelu_pytorch_tanh"),
+    r.fixed_field("scale_attn_weights", True),
+    FieldRule(
         {"multi_query": True, "num_key_value_heads": None},
         lambda fields, tree: set_value(tree, f"{ATTN}.kv_heads", 1 if fields["multi_query"] else None),
         lambda tree: {"multi_query": get_value(tree, f"{ATTN}.kv_heads") == 1},
     ),
 )
 FALCON = (
-    *override(size_fields(), Field("max_position_embeddings", "input.context", 2048)),
-    feedforward_size("ffn_hidden_size", f"{FFN}.hidden", f"{BLOCK}.width"),
-    activation("activation", f"{FFN}.activation", "gelu"),
-    GPT2_EPS,
-    replace(all_biases("bias"), defaults={"bias": False}),
-    falcon_layers(),
-    falcon_rotary(),
+    *derive(size_fields(), r.field("max_position_embeddings", "input.context", 2048)),
+    r.feedforward_size("ffn_hidden_size"),
+    activation("activation", "gelu"),
+    eps("layer_norm_epsilon"),
+    *r.biases("bias", False),
+    r.falcon_layers(),
+    r.falcon_rotary(),
 )
 GPT2_OBSOLETE_WEIGHTS = tuple(  # masks that older versions of transformers stored
     f"transformer.h.*.attn.{name}"
@@ -484,10 +430,8 @@ GPT2_FAMILIES = (
     decoder_family(
         "gpt2",
         "GPT2",
-        (*GPT2, gpt2_attention_scale()),
+        (*GPT2, r.gpt2_attention_scale()),
         w.GPT2,
-        template=GPT_TEMPLATE,
-        prefix="transformer.",
         lm_class="GPT2LMHeadModel",
         ignored_weights=GPT2_OBSOLETE_WEIGHTS,
     ),
@@ -496,8 +440,6 @@ GPT2_FAMILIES = (
         "GPTBigCode",
         BIGCODE,
         w.BIGCODE_MULTI_HEAD,
-        template=GPT_TEMPLATE,
-        prefix="transformer.",
         ignored_weights=GPT2_OBSOLETE_WEIGHTS,
         weight_variants=((lambda config: next(config.decoder.layers()).attention.num_kv_heads == 1, w.BIGCODE),),
     ),
@@ -506,16 +448,14 @@ GPT2_FAMILIES = (
         "GPTNeo",
         (
             *size_fields(depth="num_layers", heads="num_heads"),
-            feedforward_size("intermediate_size", f"{FFN}.hidden", f"{BLOCK}.width"),
-            activation("activation_function", f"{FFN}.activation", "gelu_new"),
-            GPT2_EPS,
-            gpt_neo_layers(),
-            Constant(f"{ATTN}.scale", 1.0),
-            Constant(f"{ATTN}.bias", "o"),
+            r.feedforward_size("intermediate_size"),
+            activation("activation_function", "gelu_new"),
+            eps("layer_norm_epsilon"),
+            r.gpt_neo_layers(),
+            r.constant(f"{ATTN}.scale", 1.0),
+            r.constant(f"{ATTN}.bias", "o"),
         ),
         w.GPT_NEO,
-        template=GPT_TEMPLATE,
-        prefix="transformer.",
         ignored_weights=GPT2_OBSOLETE_WEIGHTS,
     ),
     decoder_family(
@@ -524,7 +464,6 @@ GPT2_FAMILIES = (
         GPTJ,
         w.GPTJ,
         template=preset("gptj-6b"),
-        prefix="transformer.",
         head=LM_HEAD_BIAS,
         ignored_weights=GPT2_OBSOLETE_WEIGHTS,
         tied_by_default=False,
@@ -535,7 +474,6 @@ GPT2_FAMILIES = (
         GPTJ,
         w.CODEGEN,
         template=preset("gptj-6b"),
-        prefix="transformer.",
         head=LM_HEAD_BIAS,
         ignored_weights=GPT2_OBSOLETE_WEIGHTS,
         tied_by_default=False,
@@ -546,13 +484,13 @@ GPT2_FAMILIES = (
         "GPTNeoX",
         (
             *size_fields(),
-            Field("intermediate_size", f"{FFN}.hidden"),
-            activation("hidden_act", f"{FFN}.activation", "gelu"),
-            LAYER_NORM_EPS,
-            flag("attention_bias", f"{ATTN}.bias", True, "qkvo", ""),
-            flag("use_parallel_residual", f"{BLOCK}.residual", True, "parallel", "sequential"),
-            FixedField("is_decoder", False, (True,)),
-            rotary(partial=0.25, theta_key="rotary_emb_base", fraction_key="rotary_pct"),
+            r.field("intermediate_size", f"{FFN}.hidden"),
+            activation("hidden_act", "gelu"),
+            eps("layer_norm_eps"),
+            r.flag("attention_bias", f"{ATTN}.bias", True, "qkvo", ""),
+            r.flag("use_parallel_residual", f"{BLOCK}.residual", True, "parallel", "sequential"),
+            r.fixed_field("is_decoder", False, True),
+            r.rotary(partial=0.25, theta_key="rotary_emb_base", fraction_key="rotary_pct"),
         ),
         w.NEOX,
         template=build_decoder_only(PYTHIA_BLOCK, vocab=8, context=8, depth=1, norm=NormConfig()),
@@ -566,29 +504,27 @@ GPT2_FAMILIES = (
         BLOOM,
         w.BLOOM,
         template=preset("bloom-560m"),
-        prefix="transformer.",
         field_aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
     ),
     decoder_family(
         "mpt",
         "Mpt",
         (
-            *override(
+            *derive(
                 size_fields("d_model", "n_layers", "n_heads", "max_seq_len"),
-                Field("max_seq_len", "input.context", 2048),
+                r.field("max_seq_len", "input.context", 2048),
             ),
-            feedforward_ratio(f"{FFN}.hidden", f"{BLOCK}.width", expansion_ratio=4),
-            GPT2_EPS,
-            FixedField("no_bias", True),
-            FixedField("learned_pos_emb", True, (False,)),  # has no effect with ALiBi
-            FixedField("norm_type", "low_precision_layernorm"),
-            FixedField("logit_scale", None),
-            FixedField("verbose", 0, (False, None)),
-            mpt_attention(),
+            r.feedforward_ratio("expansion_ratio"),
+            eps("layer_norm_epsilon"),
+            r.fixed_field("no_bias", True),
+            r.fixed_field("learned_pos_emb", True, False),  # has no effect with ALiBi
+            r.fixed_field("norm_type", "low_precision_layernorm"),
+            r.fixed_field("logit_scale", None),
+            r.fixed_field("verbose", 0, False, None),
+            r.mpt_attention(),
         ),
         w.MPT,
         template=preset("mpt-7b"),
-        prefix="transformer.",
         class_aliases={"MPTForCausalLM": "MptForCausalLM"},  # the class of the code in the published folders
     ),
     decoder_family(
@@ -597,7 +533,6 @@ GPT2_FAMILIES = (
         FALCON,
         w.BLOOM,
         template=preset("falcon-7b"),
-        prefix="transformer.",
         weight_variants=((lambda config: next(config.decoder.layers()).residual == "parallel", w.FALCON_40B),),
         field_aliases={"n_head": "num_attention_heads", "n_layer": "num_hidden_layers", "n_head_kv": "num_kv_heads"},
     ),
@@ -605,37 +540,39 @@ GPT2_FAMILIES = (
 
 # -- decoders of fairseq ----------------------------------------------------------------------------------------------
 
-SCALE_EMBEDDING = flag("scale_embedding", "input.scale", True, "sqrt_width", 1.0)
+SCALE_EMBEDDING = r.flag("scale_embedding", "input.scale", True, "sqrt_width", 1.0)
 FAIRSEQ_FAMILIES = (
     decoder_family(
         "opt",
         "OPT",
         (
             *size_fields(),
-            Field("ffn_dim", f"{FFN}.hidden"),
-            activation("activation_function", f"{FFN}.activation", "relu"),
-            opt_norms(),
-            opt_embedding_size(),
-            all_biases("enable_bias"),
-            Constant("input.positions", to_dict(Learned(offset=2))),
-            Constant("input.projection", "first"),
-            Constant("input.projection_bias", False),
+            r.field("ffn_dim", f"{FFN}.hidden"),
+            activation("activation_function", "relu"),
+            r.flag("do_layer_norm_before", f"{BLOCK}.norm_place", True, "pre", "post"),
+            r.flag("layer_norm_elementwise_affine", "**.affine", True, "scale_shift", "none"),
+            r.opt_final_norm(),
+            r.opt_embedding_size(),
+            *r.biases("enable_bias", True),
+            r.constant("input.positions", to_dict(Learned(offset=2))),
+            r.constant("input.projection", "first"),
+            r.constant("input.projection_bias", False),
         ),
         w.OPT,
-        template=GPT_TEMPLATE,
+        prefix="model.",
     ),
     decoder_family(
         "xglm",
         "XGLM",
         (
             *size_fields("d_model", "num_layers", "attention_heads"),
-            Field("ffn_dim", f"{FFN}.hidden"),
-            activation("activation_function", f"{FFN}.activation", "gelu"),
+            r.field("ffn_dim", f"{FFN}.hidden"),
+            activation("activation_function", "gelu"),
             SCALE_EMBEDDING,
-            Constant("input.positions", to_dict(Sinusoid(form="fairseq", offset=2))),
+            r.constant("input.positions", to_dict(Sinusoid(form="fairseq", offset=2))),
         ),
         w.XGLM,
-        template=GPT_TEMPLATE,
+        prefix="model.",
         ignored_weights=("model.embed_positions.weights",),
         has_classifier=False,
     ),
@@ -644,14 +581,13 @@ FAIRSEQ_FAMILIES = (
         "BioGpt",
         (
             *size_fields(),
-            Field("intermediate_size", f"{FFN}.hidden"),
-            activation("hidden_act", f"{FFN}.activation", "gelu"),
+            r.field("intermediate_size", f"{FFN}.hidden"),
+            activation("hidden_act", "gelu"),
             SCALE_EMBEDDING,
-            unused_field("layer_norm_eps", 1e-12),
-            Constant("input.positions", to_dict(Learned(offset=2))),
+            r.unused_field("layer_norm_eps", 1e-12),
+            r.constant("input.positions", to_dict(Learned(offset=2))),
         ),
         w.BIOGPT,
-        template=GPT_TEMPLATE,
         prefix="biogpt.",
     ),
 )

@@ -1,33 +1,18 @@
-"""DATA: Hugging Face encoder-decoder families: their templates, fields, weights and classes (see decoders.py)."""
+"""DATA: Hugging Face encoder-decoder families of text and audio: their templates, fields, weights and classes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from monoblock.config.families import bart, t5
-from monoblock.config.model import Learned, ModelConfig, NormConfig, Sinusoid
+from monoblock.config.model import FramesConfig, Learned, ModelConfig, NormConfig, Sinusoid
 from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError
-from monoblock.interop.huggingface import weight_rules as w
-from monoblock.interop.huggingface.family import LM_HEAD, LM_HEAD_FIXED_BIAS, Family
-from monoblock.interop.huggingface.field_converters import (
-    ACTIVATIONS,
-    activation,
-    flag,
-    read_activation,
-    unused_field,
-    write_activation,
-)
-from monoblock.interop.huggingface.field_rules import (
-    ConfigTree,
-    Constant,
-    Field,
-    FieldGroup,
-    FieldRule,
-    get_value,
-    set_value,
-)
+from monoblock.interop.huggingface import field_converters as r, weight_rules as w
+from monoblock.interop.huggingface.family import LM_HEAD, LM_HEAD_FIXED_BIAS, Family, derive, is_gated
+from monoblock.interop.huggingface.field_rules import ConfigTree, FieldRule, get_value, set_value
 from monoblock.untrusted_files import short_repr
 
 T5_TEMPLATE = t5(vocab=8, width=8, depth=1, heads=1, context=8)
@@ -39,17 +24,14 @@ def both_stacks(path: str) -> str:
     return f"encoder.*.{path} decoder.*.{path}"
 
 
-ATTENTION_PATHS = ("encoder.*.attention", "decoder.*.attention", "decoder.*.cross")
-
-
 def all_attentions(field: str) -> str:
-    return " ".join(f"{path}.{field}" for path in ATTENTION_PATHS)
+    return " ".join(f"{path}.{field}" for path in ("encoder.*.attention", "decoder.*.attention", "decoder.*.cross"))
 
 
 # -- T5 ---------------------------------------------------------------------------------------------------------------
 
 
-def t5_activation(default: str) -> FieldGroup:
+def t5_activation(default: str) -> FieldRule:
     """Return the rule for T5's feed_forward_proj: an activation, with "gated-" before it if the layer is gated.
 
     "gated-gelu" is the tanh approximation of GELU.
@@ -62,40 +44,39 @@ def t5_activation(default: str) -> FieldGroup:
             raise ConfigError(
                 f"feed_forward_proj={short_repr(word)} is not valid; write an activation, or 'gated-' and an activation"
             )
+        ours = "gelu_tanh" if word == "gated-gelu" else r.read_activation(name)
+        set_value(tree, both_stacks("feedforward.activation"), ours)
         set_value(tree, both_stacks("feedforward.gated"), gate == "gated")
-        set_value(
-            tree, both_stacks("feedforward.activation"), "gelu_tanh" if word == "gated-gelu" else read_activation(name)
-        )
 
     def write(tree: ConfigTree) -> dict[str, Any]:
         act, gated = (get_value(tree, f"encoder.*.feedforward.{name}") for name in ("activation", "gated"))
-        word = write_activation(act, "gelu_new")
+        word = r.write_activation(act, "gelu_new")
         if gated:
             word = "gated-gelu" if act == "gelu_tanh" else f"gated-{word}"
         return {"feed_forward_proj": word}
 
-    assert default.rpartition("-")[2] in ACTIVATIONS
-    return FieldGroup({"feed_forward_proj": default}, read, write)
+    assert default.rpartition("-")[2] in r.ACTIVATIONS
+    return FieldRule({"feed_forward_proj": default}, read, write)
 
 
-def decoder_depth() -> FieldGroup:
+def decoder_depth() -> FieldRule:
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         set_value(tree, "decoder.depth", fields["num_decoder_layers"] or get_value(tree, "encoder.depth"))
 
     def write(tree: ConfigTree) -> dict[str, Any]:
         return {"num_decoder_layers": get_value(tree, "decoder.depth")} if tree["decoder"] is not None else {}
 
-    return FieldGroup({"num_decoder_layers": None}, read, write)
+    return FieldRule({"num_decoder_layers": None}, read, write)
 
 
-def t5_output_scale() -> FieldGroup:
+def t5_output_scale() -> FieldRule:
     """Return the rule for T5's scale_decoder_outputs; if a file does not have it, see `apply_t5_tying`."""
 
     def write(tree: ConfigTree) -> dict[str, Any]:
         scaled = get_value(tree, "head.scale") == "inverse_sqrt_width"
         return {"scale_decoder_outputs": scaled, "tie_word_embeddings": scaled}
 
-    return FieldGroup({"scale_decoder_outputs": None, "tie_word_embeddings": None}, lambda fields, tree: None, write)
+    return FieldRule({"scale_decoder_outputs": None, "tie_word_embeddings": None}, lambda fields, tree: None, write)
 
 
 def apply_t5_tying(tree: ConfigTree, fields: Mapping[str, Any], tied: bool) -> ConfigTree:
@@ -108,25 +89,20 @@ def apply_t5_tying(tree: ConfigTree, fields: Mapping[str, Any], tied: bool) -> C
 
 def t5_fields(activation_default: str) -> tuple[FieldRule, ...]:
     return (
-        Field("vocab_size", "input.vocab"),
-        Field("num_layers", "encoder.depth"),
+        r.field("vocab_size", "input.vocab"),
+        r.field("num_layers", "encoder.depth"),
         decoder_depth(),
-        Field("d_model", both_stacks("width")),
-        Field("d_kv", all_attentions("head_dim")),
-        Field("num_heads", all_attentions("heads")),
-        Field("d_ff", both_stacks("feedforward.hidden")),
+        r.field("d_model", both_stacks("width")),
+        r.field("d_kv", all_attentions("head_dim")),
+        r.field("num_heads", all_attentions("heads")),
+        r.field("d_ff", both_stacks("feedforward.hidden")),
         t5_activation(activation_default),
-        Field("relative_attention_num_buckets", both_stacks("attention.positions.count"), 32),
-        Field("relative_attention_max_distance", both_stacks("attention.positions.max_distance"), 128),
-        Field("layer_norm_epsilon", "**.eps", 1e-6),
-        Constant("input.context", None),
-        unused_field("n_positions", 512),
+        r.field("relative_attention_num_buckets", both_stacks("attention.positions.count"), 32),
+        r.field("relative_attention_max_distance", both_stacks("attention.positions.max_distance"), 128),
+        r.field("layer_norm_epsilon", "**.eps", 1e-6),
+        r.constant("input.context", None),
+        r.unused_field("n_positions", 512),
     )
-
-
-def is_gated(config: ModelConfig) -> bool:
-    assert config.encoder is not None
-    return next(config.encoder.layers()).feedforward.gated
 
 
 def t5_family(
@@ -153,41 +129,35 @@ def t5_family(
     )
 
 
-# -- BART and its descendants -----------------------------------------------------------------------------------------
+# -- BART and its descendants, and Whisper ----------------------------------------------------------------------------
 
 
 def bart_fields(activation_default: str, *, scale_embedding: bool = False) -> tuple[FieldRule, ...]:
     return (
-        Field("vocab_size", "input.vocab target.vocab"),
-        Field("d_model", both_stacks("width")),
-        Field("encoder_layers", "encoder.depth"),
-        Field("decoder_layers", "decoder.depth"),
-        Field("d_model", both_stacks("width")),
-        Field("encoder_attention_heads", "encoder.*.attention.heads"),
-        Field("decoder_attention_heads", "decoder.*.attention.heads decoder.*.cross.heads"),
-        Field("encoder_ffn_dim", "encoder.*.feedforward.hidden"),
-        Field("decoder_ffn_dim", "decoder.*.feedforward.hidden"),
-        Field("max_position_embeddings", "input.context target.context"),
-        activation("activation_function", both_stacks("feedforward.activation"), activation_default),
-        flag("scale_embedding", "input.scale target.scale", scale_embedding, "sqrt_width", 1.0),
-        unused_field("num_hidden_layers", None),
+        r.field("vocab_size", "input.vocab target.vocab"),
+        r.field("encoder_layers", "encoder.depth"),
+        r.field("decoder_layers", "decoder.depth"),
+        r.field("d_model", both_stacks("width")),
+        r.field("encoder_attention_heads", "encoder.*.attention.heads"),
+        r.field("decoder_attention_heads", "decoder.*.attention.heads decoder.*.cross.heads"),
+        r.field("encoder_ffn_dim", "encoder.*.feedforward.hidden"),
+        r.field("decoder_ffn_dim", "decoder.*.feedforward.hidden"),
+        r.field("max_position_embeddings", "input.context target.context"),
+        r.activation("activation_function", both_stacks("feedforward.activation"), activation_default),
+        r.flag("scale_embedding", "input.scale target.scale", scale_embedding, "sqrt_width", 1.0),
+        r.unused_field("num_hidden_layers", None),
     )
 
 
-PRE_NORM = (Constant(both_stacks("norm_place"), "pre"), Constant("encoder.norm decoder.norm", LAYER_NORM))
-NO_EMBEDDING_NORM = Constant("input.norm target.norm", None)
+PRE_NORM = (r.constant(both_stacks("norm_place"), "pre"), r.constant("encoder.norm decoder.norm", LAYER_NORM))
+NO_EMBEDDING_NORM = r.constant("input.norm target.norm", None)
 
 
-def embedding_positions(positions: Learned | Sinusoid) -> Constant:
-    return Constant("input.positions target.positions", to_dict(positions))
+def embedding_positions(positions: Learned | Sinusoid) -> FieldRule:
+    return r.constant("input.positions target.positions", to_dict(positions))
 
 
-def padding_offset(offset: str) -> Field:
-    """Return the rule for pad_token_id if positions start at pad_token_id + 1; `offset` is our path of that number."""
-    return Field("pad_token_id", offset, 1, lambda pad: pad + 1, lambda first: first - 1)
-
-
-def marian_vocabularies() -> FieldGroup:
+def marian_vocabularies() -> FieldRule:
     """Return the rule for Marian's vocabularies: source and target share an embedding, or each has its own."""
     defaults = {"share_encoder_decoder_embeddings": True, "decoder_vocab_size": None}
 
@@ -201,7 +171,7 @@ def marian_vocabularies() -> FieldGroup:
             "decoder_vocab_size": get_value(tree, "target.vocab"),
         }
 
-    return FieldGroup(defaults, read, write)
+    return FieldRule(defaults, read, write)
 
 
 def bart_family(
@@ -229,18 +199,39 @@ def bart_family(
     )
 
 
+def whisper_template() -> ModelConfig:
+    config = bart(vocab=8, width=8, depth=1, heads=1, context=8)
+    assert config.target is not None
+    target = replace(config.target, positions=replace(config.target.positions, offset=0), norm=None)  # type: ignore[type-var]
+    return replace(config, input=FramesConfig(channels=8, context=8), target=target, tie="output")
+
+
+WHISPER = (
+    *derive(
+        bart_fields("gelu"),
+        r.field("vocab_size", "target.vocab"),
+        r.flag("scale_embedding", "target.scale", False, "sqrt_width", 1.0),
+        r.unused_field("max_position_embeddings", None),
+    ),
+    r.field("num_mel_bins", "input.channels", 80),
+    r.field("max_source_positions", "input.context", 1500),
+    r.field("max_target_positions", "target.context", 448),
+    *PRE_NORM,
+    r.constant(all_attentions("bias"), "qvo"),
+)
+
 SINUSOID_WEIGHTS = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight",
           "model.encoder.embed_positions.weights", "model.decoder.embed_positions.weights")  # fmt: skip
 has_separate_embeddings: Callable[[ModelConfig], bool] = lambda config: config.tie in ("none", "output")
 
 SEQ2SEQ = (
     t5_family("t5", "T5", "relu", t5_output_scale(), apply_tying=apply_t5_tying),
-    t5_family("mt5", "MT5", "gated-gelu", Constant("head.scale", 1.0)),
+    t5_family("mt5", "MT5", "gated-gelu", r.constant("head.scale", 1.0)),
     t5_family(
         "umt5",
         "UMT5",
         "gated-gelu",
-        Constant(both_stacks("attention.positions.shared"), False),
+        r.constant(both_stacks("attention.positions.shared"), False),
         apply_tying=apply_t5_tying,
     ),
     bart_family("bart", "Bart", bart_fields("gelu")),
@@ -265,9 +256,25 @@ SEQ2SEQ = (
             *PRE_NORM,
             NO_EMBEDDING_NORM,
             embedding_positions(Sinusoid(form="fairseq", offset=2)),
-            padding_offset("input.positions.offset target.positions.offset"),
+            # positions start at pad_token_id + 1
+            r.field(
+                "pad_token_id",
+                "input.positions.offset target.positions.offset",
+                1,
+                lambda pad: pad + 1,
+                lambda first: first - 1,
+            ),
         ),
         head=LM_HEAD,
         ignored_weights=SINUSOID_WEIGHTS,
+    ),
+    Family(
+        model_type="whisper",
+        template=whisper_template(),
+        fields=WHISPER,
+        weights=w.WHISPER,
+        classes={"WhisperForConditionalGeneration": LM_HEAD, "WhisperModel": None},
+        prefix="model.",
+        unprefixed_classes=("WhisperModel",),
     ),
 )

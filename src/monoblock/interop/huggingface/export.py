@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,20 +20,18 @@ from monoblock.interop.huggingface.family import Family
 from monoblock.interop.huggingface.field_rules import config_difference, is_harmless
 from monoblock.interop.huggingface.load import FAMILIES, find_family
 from monoblock.interop.model_folder import CONFIG_FILE, label_fields, parse_dtype
-from monoblock.interop.rename import TensorMapping, map_weights
+from monoblock.interop.rename import map_weights
 from monoblock.interop.save import (
     START_FIELD,
     TOKEN_ID_FIELDS,
     TOKEN_ID_FIELDS_OF_FAMILY,
     Companions,
-    cast,
     choose_dtype,
     read_companions,
     state_to_save,
-    stored_size,
     writing,
 )
-from monoblock.interop.weights import MAX_SHARD_SIZE, TensorFactory, save_weights
+from monoblock.interop.weights import MAX_SHARD_SIZE, save_weights
 from monoblock.nn.arguments import check_model
 from monoblock.nn.positions import sinusoid
 from monoblock.nn.transformer import Transformer
@@ -71,19 +69,6 @@ def choose_family(config: ModelConfig, model_type: str | None = None) -> tuple[F
     raise ConfigError(f"no Hugging Face family can express this {config.family} model{details}")
 
 
-def choose_form(
-    config: ModelConfig, model_type: str | None, special_token_ids: Mapping[str, int]
-) -> tuple[Form, Family, str, dict[str, Any]]:
-    """Return what `choose_family` returns, for the model itself or else for an equivalent form of it, and this form."""
-    errors = []
-    for form in (Form(config, lambda weights: weights), *equivalent_forms(config, special_token_ids)):
-        try:
-            return form, *choose_family(form.config, model_type)
-        except ConfigError as error:
-            errors.append(error)
-    raise errors[0]
-
-
 def export_hf(
     model: Transformer,
     folder: str | Path,
@@ -115,39 +100,42 @@ def export_hf(
         model = dequantize(model)
     ids = companions.special_token_ids(model.config.family) | dict(special_token_ids or {})
     state = state_to_save(model)
-    (config, convert), chosen, class_name, fields = _choose_form_of(model.config, family, companions.model_type, ids)
+    (config, convert), chosen, class_name, fields = choose_form(model.config, family, companions.model_type, ids)
     state = convert(dict(state))
     stored = parse_dtype(dtype) if dtype else choose_dtype(state, companions.dtype)
     fields = _with_companions(fields, chosen, config, companions, ids, special_token_ids or {})
     fields["dtype"] = str(stored or next(iter(state.values())).dtype).removeprefix("torch.")
     omitted_prefix = chosen.prefix if class_name in chosen.unprefixed_classes else ""
     rules = chosen.weight_rules(config, class_name)
-    factories, sizes = list[dict[str, TensorFactory]](), dict[str, int]()
-    for mapping in map_weights(rules, {name: tensor.shape for name, tensor in state.items()}, config):
-        tensors = _LazyTensors(mapping, [state[name] for name in mapping.ours], stored)
-        names = [name.removeprefix(omitted_prefix) for name in mapping.theirs]
-        factories.append({name: tensors.factory(index) for index, name in enumerate(names)})
-        sizes |= dict.fromkeys(names, sum(stored_size(state[name], stored) for name in mapping.ours) // len(names))
+    mappings = list(map_weights(rules, {name: tensor.shape for name, tensor in state.items()}, config))
     folder = Path(folder)
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     with writing(folder):
-        save_weights(folder, factories, sizes, max_shard_size)
+        save_weights(folder, state, mappings, stored, max_shard_size, omitted_prefix)
         companions.write(folder, config, published=True)
         write_atomically(folder / CONFIG_FILE, text)
 
 
-def _choose_form_of(
-    config: ModelConfig, family: str | None, source_family: str | None, ids: Mapping[str, int]
+def choose_form(
+    config: ModelConfig, model_type: str | None, source_type: str | None, ids: Mapping[str, int]
 ) -> tuple[Form, Family, str, dict[str, Any]]:
-    """Return what `choose_form` returns, for the family of the source if no other is given and it fits."""
-    if family is not None or source_family is None:
-        return choose_form(config, family, ids)
-    try:
-        return choose_form(config, source_family, ids)
-    except ConfigError as reason:
-        chosen = choose_form(config, None, ids)
-        warnings.warn(f"written as {chosen[1].model_type}: {reason}", stacklevel=3)
-        return chosen
+    """Return what `choose_family` returns, for the model itself or else for an equivalent form of it, and this form.
+
+    model_type: the only family that is tried; if None, the family of the source (`source_type`), and then all.
+    ids: fields of config.json such as pad_token_id, with their values.
+    """
+    reasons = dict[str | None, ConfigError]()
+    for wanted in dict.fromkeys((model_type or source_type, model_type)):
+        for form in (Form(config, lambda weights: weights), *equivalent_forms(config, ids)):
+            try:
+                chosen = choose_family(form.config, wanted)
+            except ConfigError as error:
+                reasons.setdefault(wanted, error)
+                continue
+            if wanted is None and source_type is not None:
+                warnings.warn(f"written as {chosen[0].model_type}: {reasons[source_type]}", stacklevel=3)
+            return form, *chosen
+    raise reasons[model_type]
 
 
 def _with_companions(
@@ -184,35 +172,14 @@ def _source_fields(
     has_vocabulary_head = config.head is not None and config.head.kind in VOCABULARY_HEADS
     source = dict(source) | ({"tie_word_embeddings": tied} if has_vocabulary_head else {})
     try:
-        tree = chosen.apply_tying(chosen.config_tree(source, class_name), source, tied)
-        same = find_family(source)[1] == class_name
-        same = same and config_difference(config, chosen.build_config(tree, tied=tied)) is None
+        read = chosen.build_config(chosen.config_tree(source, class_name), source, tied=tied)
+        same = find_family(source)[1] == class_name and config_difference(config, read) is None
     except (ConfigError, FileError):
         same = False
     if same:
         return source | {"architectures": [class_name]}
-    read = {name for rule in chosen.fields for name in rule.defaults} | {*chosen.field_aliases}
-    return {name: value for name, value in source.items() if name not in read and is_harmless(name, value)} | fields
-
-
-class _LazyTensors:
-    """The Hugging Face tensors of one mapping, computed when the first is needed and freed after the last."""
-
-    def __init__(self, mapping: TensorMapping, ours: Sequence[Tensor], dtype: torch.dtype | None) -> None:
-        self.mapping, self.ours, self.dtype = mapping, ours, dtype
-        self.tensors: list[Tensor | None] = []
-
-    def factory(self, index: int) -> TensorFactory:
-        def take() -> Tensor:
-            if not self.tensors:
-                self.tensors = list(self.mapping.save(self.ours))
-            tensor, self.tensors[index] = self.tensors[index], None
-            assert tensor is not None
-            if all(left is None for left in self.tensors):
-                self.tensors = []
-            return cast(tensor, self.dtype)
-
-        return take
+    known = {name for rule in chosen.fields for name in rule.defaults} | {*chosen.field_aliases}
+    return {name: value for name, value in source.items() if name not in known and is_harmless(name, value)} | fields
 
 
 # -- equivalent configurations -----------------------------------------------------------------------------------------
@@ -238,15 +205,12 @@ class Form(NamedTuple):
     convert: Callable[[Weights], Weights]
 
 
-def equivalent_forms(config: ModelConfig, special_token_ids: Mapping[str, int]) -> Iterator[Form]:
-    """Yield other forms of a model, each of which some family may be able to express.
-
-    special_token_ids: fields of config.json such as pad_token_id, with their values.
-    """
+def equivalent_forms(config: ModelConfig, ids: Mapping[str, int]) -> Iterator[Form]:
+    """Yield other forms of a model, each of which some family may be able to express; for `ids`, see `choose_form`."""
     source, positions = config.input, getattr(config.input, "positions", None)
     if not isinstance(source, EmbeddingConfig) or config.head is None:
         return
-    pad = special_token_ids.get("pad_token_id")
+    pad = ids.get("pad_token_id")
     if config.family == "encoder-only" and positions == Learned() and pad is not None:
         yield _offset_positions(config, source, pad + 1)
     if config.family == "encoder-decoder" and isinstance(positions, Sinusoid) and source.context is not None:

@@ -26,24 +26,29 @@ from monoblock.interop.huggingface.field_rules import (
 from monoblock.interop.rename import Rule
 
 
-def head_tree(**options: Any) -> ConfigTree:
-    return to_dict(HeadConfig(**options))
+def head_tree(kind: Any, **options: Any) -> ConfigTree:
+    return to_dict(HeadConfig(kind=kind, **options))
 
 
-LM_HEAD = head_tree(kind="language_model")
-LM_HEAD_BIAS = head_tree(kind="language_model", bias="learned")
-LM_HEAD_FIXED_BIAS = head_tree(kind="language_model", bias="fixed")
+LM_HEAD = head_tree("language_model")
+LM_HEAD_BIAS = head_tree("language_model", bias="learned")
+LM_HEAD_FIXED_BIAS = head_tree("language_model", bias="fixed")
 
 
-def override(rules: Sequence[FieldRule], *later: FieldRule) -> tuple[FieldRule, ...]:
-    """Return `rules` followed by the `later` ones, without earlier rules for the same fields."""
-    replaced = {name for rule in later for name in rule.defaults}
-    return (*(rule for rule in rules if not replaced & set(rule.defaults)), *later)
+def derive(rules: Sequence[FieldRule], *changes: FieldRule, drop: str = "") -> tuple[FieldRule, ...]:
+    """Return the rules of another family, with differences.
+
+    changes: rules that are added, and replace those for the same fields.
+    drop: the names of fields whose rules are left out, separated by spaces.
+    """
+    gone = set(drop.split()).union(*(rule.defaults for rule in changes))
+    return (*(rule for rule in rules if gone.isdisjoint(rule.defaults)), *changes)
 
 
-def without(rules: Sequence[FieldRule], *fields: str) -> tuple[FieldRule, ...]:
-    """Return the rules except those for these fields."""
-    return tuple(rule for rule in rules if not set(fields) & set(rule.defaults))
+def is_gated(config: ModelConfig) -> bool:
+    """Return whether the feed-forward layers of an encoder are gated."""
+    assert config.encoder is not None
+    return next(config.encoder.layers()).feedforward.gated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +97,9 @@ class Family:
         tree = read_fields(self.fields, filled, self.template, copy.deepcopy(self.classes[class_name]))
         return tree | {"decoder": None, "target": None} if class_name in self.encoder_classes else tree
 
-    def build_config(self, tree: ConfigTree, *, tied: bool) -> ModelConfig:
-        """Convert a configuration tree to a configuration; `tied` is whether the output is tied to the embedding."""
+    def build_config(self, tree: ConfigTree, fields: Mapping[str, Any], *, tied: bool) -> ModelConfig:
+        """Convert the tree of these fields to a configuration; `tied`: whether the output is tied to the embedding."""
+        tree = self.apply_tying(tree, fields, tied)
         has_vocabulary_head = tree["head"] is not None and tree["head"]["kind"] in VOCABULARY_HEADS
         shared = tree["encoder"] is not None and tree["decoder"] is not None and tree["share"]
         ties = {(False, False): "none", (False, True): "output", (True, False): "source_target"}
@@ -110,9 +116,7 @@ class Family:
         try:
             written = write_fields(self.fields, resolve_sizes(config))
             fields |= {name: value for name, value in written.items() if value is not MISSING}
-            read_back = self.build_config(
-                self.apply_tying(self.config_tree(fields, class_name), fields, tied), tied=tied
-            )
+            read_back = self.build_config(self.config_tree(fields, class_name), fields, tied=tied)
         except (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, StopIteration) as error:
             raise ConfigError(f"the model's structure differs from that of {self.model_type} models") from error
         except FileError as error:

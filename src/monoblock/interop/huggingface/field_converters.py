@@ -1,6 +1,7 @@
-"""Rules for config.json fields whose values must be converted: activations, scales, sizes, labels, layer types.
+"""The rules for fields of a config.json, one function each, from which the tables of the families are made.
 
-Each function returns a rule (see field_rules.py), so that a family can be described by a table of rules.
+First those for any field, then those for values that must be converted: activations, sizes, labels, layer types, rotary
+positions.  Each function returns a `FieldRule` (see field_rules.py).
 """
 
 from __future__ import annotations
@@ -13,8 +14,50 @@ from monoblock.config.model import Alibi, NormConfig, Rotary
 from monoblock.config.parts import HEADS_WITH_CLASSES, VOCABULARY_HEADS
 from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError
-from monoblock.interop.huggingface.field_rules import ConfigTree, Field, FieldGroup, get_value, set_value
+from monoblock.interop.huggingface.field_rules import MISSING, ConfigTree, FieldRule, get_value, set_value
 from monoblock.untrusted_files import short_repr
+
+BLOCK, ATTN, FFN = "decoder.*", "decoder.*.attention", "decoder.*.feedforward"
+
+
+def field(
+    theirs: str,
+    ours: str,
+    default: Any = MISSING,
+    to_ours: Callable[[Any], Any] = lambda value: value,
+    to_theirs: Callable[[Any], Any] = lambda value: value,
+) -> FieldRule:
+    """Return the rule for the Hugging Face field `theirs`, which sets one value of our configuration.
+
+    `ours` is one path or several, separated by spaces; writing takes the value at the first.
+    """
+
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        value = get_value(tree, ours)
+        return {theirs: default if value is MISSING else to_theirs(value)}
+
+    return FieldRule({theirs: default}, lambda fields, tree: set_value(tree, ours, to_ours(fields[theirs])), write)
+
+
+def constant(ours: str, value: Any) -> FieldRule:
+    """Return the rule for a value of our configuration, at the path `ours`, that is the same in the whole family."""
+    return FieldRule({}, lambda fields, tree: set_value(tree, ours, value), lambda tree: {})
+
+
+def fixed_field(theirs: str, value: Any, *equivalents: Any) -> FieldRule:
+    """Return the rule for the Hugging Face field `theirs`, which must have this value or one of its `equivalents`."""
+
+    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
+        if fields[theirs] not in (value, *equivalents):
+            raise ConfigError(f"{theirs}={short_repr(fields[theirs])} is not supported; only {short_repr(value)} is")
+
+    return FieldRule({theirs: value}, read, lambda tree: {theirs: value})
+
+
+def unused_field(theirs: str, default: Any) -> FieldRule:
+    """Return the rule for a field that exists in transformers but has no effect there."""
+    return FieldRule({theirs: default}, lambda fields, tree: None, lambda tree: {})
+
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -46,11 +89,11 @@ def write_activation(ours: str, default: str) -> str:
     return next(theirs for theirs, name in ACTIVATIONS.items() if name == ours)
 
 
-def activation(theirs: str, ours: str, default: str) -> Field:
-    return Field(theirs, ours, default, read_activation, lambda name: write_activation(name, default))
+def activation(theirs: str, ours: str, default: str) -> FieldRule:
+    return field(theirs, ours, default, read_activation, lambda name: write_activation(name, default))
 
 
-def flag(theirs: str, ours: str, default: bool, yes: Any, no: Any) -> Field:
+def flag(theirs: str, ours: str, default: bool, yes: Any, no: Any) -> FieldRule:
     """Return the rule for a boolean field that sets our value `yes` if it is true and `no` if it is false.
 
     Strings are compared as sets of letters, since our `bias` may be written as "qkvo" or "ovkq".
@@ -59,10 +102,10 @@ def flag(theirs: str, ours: str, default: bool, yes: Any, no: Any) -> Field:
     def write(value: Any) -> bool:
         return sorted(value) == sorted(yes) if isinstance(value, str) and isinstance(yes, str) else value == yes
 
-    return Field(theirs, ours, default, lambda enabled: yes if enabled else no, write)
+    return field(theirs, ours, default, lambda enabled: yes if enabled else no, write)
 
 
-def inverse_sqrt(theirs: str, ours: str, default: float) -> Field:
+def inverse_sqrt(theirs: str, ours: str, default: float) -> FieldRule:
     """Return the rule for a field whose square root divides the attention scores; our value is the scale, 1 / sqrt."""
 
     def read(number: float) -> float:
@@ -70,11 +113,11 @@ def inverse_sqrt(theirs: str, ours: str, default: float) -> Field:
             raise ConfigError(f"{theirs}={short_repr(number)} must be above 0: its square root divides the scores")
         return number**-0.5
 
-    return Field(theirs, ours, default, read, lambda scale: int_if_whole(scale**-2))
+    return field(theirs, ours, default, read, lambda scale: int_if_whole(scale**-2))
 
 
-def inverse(theirs: str, ours: str, default: float) -> Field:
-    return Field(theirs, ours, default, lambda n: 1.0 / n, lambda scale: int_if_whole(1.0 / scale))
+def inverse(theirs: str, ours: str, default: float) -> FieldRule:
+    return field(theirs, ours, default, lambda n: 1.0 / n, lambda scale: int_if_whole(1.0 / scale))
 
 
 def int_if_whole(number: float) -> float | int:
@@ -82,41 +125,39 @@ def int_if_whole(number: float) -> float | int:
     return round(number) if math.isclose(number, round(number), rel_tol=1e-12) else number
 
 
-def feedforward_size(theirs: str, ours: str, width: str, default: Any = None) -> FieldGroup:
-    """Return the rule for the hidden size of feed-forward layers, which is 4 times the width if the field is None."""
+def feedforward_size(theirs: str) -> FieldRule:
+    """Return the rule for the hidden size of feed-forward layers in a decoder: if None, 4 times the width."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
-        set_value(tree, ours, fields[theirs] if fields[theirs] is not None else 4 * get_value(tree, width))
+        size = fields[theirs]
+        set_value(tree, f"{FFN}.hidden", 4 * get_value(tree, f"{BLOCK}.width") if size is None else size)
 
-    return FieldGroup({theirs: default}, read, lambda tree: {theirs: get_value(tree, ours)})
+    return FieldRule({theirs: None}, read, lambda tree: {theirs: get_value(tree, f"{FFN}.hidden")})
 
 
-def feedforward_ratio(ours: str, width: str, **ratio_field: int) -> FieldGroup:
-    """Return the rule for a hidden size that is a multiple of the width.
-
-    The multiple is 4, or the field given as keyword argument with its default, such as expansion_ratio=4.
-    """
-    ((name, ratio),) = ratio_field.items() or [("", 4)]
-    defaults = {name: ratio} if name else {}
+def feedforward_ratio(theirs: str | None = None) -> FieldRule:
+    """Return the rule for a hidden size that is a multiple of the width: 4 times, unless the field `theirs` differs."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
-        set_value(tree, ours, int(get_value(tree, width) * fields.get(name, ratio)))
+        ratio = 4 if theirs is None else fields[theirs]
+        set_value(tree, f"{FFN}.hidden", int(get_value(tree, f"{BLOCK}.width") * ratio))
 
     def write(tree: ConfigTree) -> dict[str, Any]:
-        return {name: int_if_whole(get_value(tree, ours) / get_value(tree, width))} if name else {}
+        ratio = get_value(tree, f"{FFN}.hidden") / get_value(tree, f"{BLOCK}.width")
+        return {} if theirs is None else {theirs: int_if_whole(ratio)}
 
-    return FieldGroup(defaults, read, write)
+    return FieldRule({} if theirs is None else {theirs: 4}, read, write)
 
 
-def unused_field(theirs: str, default: Any) -> FieldGroup:
-    """Return the rule for a field that exists in transformers but has no effect there."""
-    return FieldGroup({theirs: default}, lambda fields, tree: None, lambda tree: {})
+def biases(theirs: str, default: bool) -> tuple[FieldRule, FieldRule]:
+    """Return the rules for the field `theirs`: whether a decoder's attention and feed-forward layers have biases."""
+    return flag(theirs, f"{ATTN}.bias", default, "qkvo", ""), field(theirs, f"{FFN}.bias", default, bool)
 
 
 MULTI_LABEL = "multi_label_classification"
 
 
-def num_labels() -> FieldGroup:
+def num_labels() -> FieldRule:
     """Return the rule for the number of classes (num_labels, id2label) and what they are (problem_type)."""
 
     def has_labels(head: ConfigTree | None) -> bool:
@@ -144,10 +185,10 @@ def num_labels() -> FieldGroup:
         problem = "regression" if head["kind"] == "regression" else MULTI_LABEL if head["multi_label"] else None
         return fields | ({} if problem is None else {"problem_type": problem})
 
-    return FieldGroup({"id2label": None, "num_labels": None, "label2id": None, "problem_type": None}, read, write)
+    return FieldRule({"id2label": None, "num_labels": None, "label2id": None, "problem_type": None}, read, write)
 
 
-def offset_positions(context: str, offset: str, default: int) -> FieldGroup:
+def offset_positions(context: str, offset: str, default: int) -> FieldRule:
     """Return the rule for RoBERTa's positions: they start at pad_token_id + 1, but the table has rows from 0 on."""
     defaults = {"max_position_embeddings": default, "pad_token_id": 1}
 
@@ -162,7 +203,7 @@ def offset_positions(context: str, offset: str, default: int) -> FieldGroup:
             raise ConfigError("this family cannot express positions that start at 0 instead of at pad_token_id + 1")
         return {"max_position_embeddings": get_value(tree, context) + first, "pad_token_id": first - 1}
 
-    return FieldGroup(defaults, read, write)
+    return FieldRule(defaults, read, write)
 
 
 # -- layer types ------------------------------------------------------------------------------------------------------
@@ -171,12 +212,17 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 LayerTypes = Callable[[Mapping[str, Any], int], Sequence[str]]
 
 
-def every_nth(interval: int, which: str, others: str, *, first: bool = False) -> LayerTypes:
+def every_nth(interval: int | str, which: str, others: str, *, first: bool = False) -> LayerTypes:
     """Return a function that gives the type of each layer: `which` for one of every `interval` layers, else `others`.
 
-    It is the last layer of the interval, or the first if `first` is True.
+    It is the last layer of the interval, or the first if `first` is True.  A str is the field with the interval.
     """
-    return lambda fields, depth: [which if (n + (0 if first else 1)) % interval == 0 else others for n in range(depth)]
+
+    def types(fields: Mapping[str, Any], depth: int) -> Sequence[str]:
+        count = fields[interval] if isinstance(interval, str) else interval
+        return [which if (n + (0 if first else 1)) % count == 0 else others for n in range(depth)]
+
+    return types
 
 
 def qwen_layer_types(fields: Mapping[str, Any], depth: int) -> Sequence[str]:
@@ -195,7 +241,7 @@ def layer_types(
     to_theirs: Callable[[int], int] = lambda size: size,
     has_switch: bool = False,
     **extra_fields: Any,
-) -> FieldGroup:
+) -> FieldRule:
     """Return the rule for which layers have a sliding window, and for its size.
 
     default_types: a function of (fields, depth) that returns the layer types if a file has no field layer_types.
@@ -224,43 +270,39 @@ def layer_types(
         fields[window] = default if size is None else to_theirs(size)
         return fields | ({"use_sliding_window": size is not None} if has_switch else {})
 
-    return FieldGroup({window: default, "layer_types": None, **switch, **extra_fields}, read, write)
+    return FieldRule({window: default, "layer_types": None, **switch, **extra_fields}, read, write)
 
 
-def optional_window(ours: str, default: int) -> FieldGroup:
+def optional_window() -> FieldRule:
     """Return the rule for a sliding window in all layers, which use_sliding_window turns on or off."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
-        set_value(tree, ours, fields["sliding_window"] if fields["use_sliding_window"] else None)
+        set_value(tree, f"{ATTN}.window", fields["sliding_window"] if fields["use_sliding_window"] else None)
 
     def write(tree: ConfigTree) -> dict[str, Any]:
-        size = get_value(tree, ours)
+        size = get_value(tree, f"{ATTN}.window")
         return {"use_sliding_window": size is not None, "sliding_window": size}
 
-    return FieldGroup({"use_sliding_window": False, "sliding_window": default, "max_window_layers": 28}, read, write)
+    return FieldRule({"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}, read, write)
 
 
 # -- fields of layers --------------------------------------------------------------------------------------------------
 
 
-BLOCK, ATTN, FFN = "decoder.*", "decoder.*.attention", "decoder.*.feedforward"
-
-
-def expert_layers(experts: str) -> FieldGroup:
+def expert_layers() -> FieldRule:
     """Return the rule for the layers with experts in Qwen3-MoE.
 
     Every layer whose number is a multiple of decoder_sparse_step has experts, except those in mlp_only_layers.
-    `experts` is the name of the field with the number of experts.
     """
-    defaults = {experts: 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
-             "decoder_sparse_step": 1, "mlp_only_layers": (), "intermediate_size": 6144}  # fmt: skip
+    defaults: dict[str, Any] = {"num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    defaults |= {"intermediate_size": 6144, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": ()}
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         router = "softmax_renormalized" if fields["norm_topk_prob"] else "softmax"
         for n, layer in enumerate(tree["decoder"]["layers"]):
             excluded = n in (fields["mlp_only_layers"] or ())
-            dense = excluded or (n + 1) % fields["decoder_sparse_step"] or not fields[experts]
-            routing = {"count": fields[experts], "top_k": fields["num_experts_per_tok"], "router": router}
+            dense = excluded or (n + 1) % fields["decoder_sparse_step"] or not fields["num_local_experts"]
+            routing = {"count": fields["num_local_experts"], "top_k": fields["num_experts_per_tok"], "router": router}
             layer["feedforward"]["experts"] = None if dense else routing
             layer["feedforward"]["hidden"] = fields["intermediate_size" if dense else "moe_intermediate_size"]
 
@@ -269,7 +311,7 @@ def expert_layers(experts: str) -> FieldGroup:
         routed = next(f for f in feedforwards if f["experts"] is not None)
         dense = next((f for f in feedforwards if f["experts"] is None), routed)
         return {
-            experts: routed["experts"]["count"],
+            "num_local_experts": routed["experts"]["count"],
             "num_experts_per_tok": routed["experts"]["top_k"],
             "norm_topk_prob": routed["experts"]["router"] == "softmax_renormalized",
             "moe_intermediate_size": routed["hidden"],
@@ -278,10 +320,10 @@ def expert_layers(experts: str) -> FieldGroup:
             "mlp_only_layers": [n for n, f in enumerate(feedforwards) if f["experts"] is None],
         }
 
-    return FieldGroup(defaults, read, write)
+    return FieldRule(defaults, read, write)
 
 
-def no_rope_layers() -> FieldGroup:
+def no_rope_layers() -> FieldRule:
     """Return the rule for SmolLM3's no_rope_layers: 1 for a layer with rotary positions, 0 for one without."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -295,10 +337,10 @@ def no_rope_layers() -> FieldGroup:
         layers = tree["decoder"]["layers"]
         return {"no_rope_layers": [int(layer["attention"]["positions"] is not None) for layer in layers]}
 
-    return FieldGroup({"no_rope_layers": None, "no_rope_layer_interval": 4}, read, write)
+    return FieldRule({"no_rope_layers": None, "no_rope_layer_interval": 4}, read, write)
 
 
-def qk_norm(theirs: str, axes: str, norm: NormConfig) -> FieldGroup:
+def qk_norm(theirs: str, axes: str, norm: NormConfig, default: bool = False) -> FieldRule:
     """Return the rule for the boolean field `theirs`: whether queries and keys are normalized by `norm` over `axes`."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -306,10 +348,10 @@ def qk_norm(theirs: str, axes: str, norm: NormConfig) -> FieldGroup:
         set_value(tree, f"{ATTN}.qk_norm", normed if fields[theirs] else None)
         set_value(tree, f"{ATTN}.qk_norm_over", axes if fields[theirs] else "head")
 
-    return FieldGroup({theirs: False}, read, lambda tree: {theirs: get_value(tree, f"{ATTN}.qk_norm") is not None})
+    return FieldRule({theirs: default}, read, lambda tree: {theirs: get_value(tree, f"{ATTN}.qk_norm") is not None})
 
 
-def logit_softcap(default: float | None) -> FieldGroup:
+def logit_softcap(default: float | None) -> FieldRule:
     """Return the rule for Gemma's final_logit_softcapping, which limits the logits of the language model alone."""
 
     def is_language_model(tree: ConfigTree) -> bool:
@@ -322,20 +364,19 @@ def logit_softcap(default: float | None) -> FieldGroup:
     def write(tree: ConfigTree) -> dict[str, Any]:
         return {"final_logit_softcapping": tree["head"]["softcap"] if is_language_model(tree) else default}
 
-    return FieldGroup({"final_logit_softcapping": default}, read, write)
+    return FieldRule({"final_logit_softcapping": default}, read, write)
 
 
-def gpt2_attention_scale() -> FieldGroup:
+def gpt2_attention_scale() -> FieldRule:
     """Return the rule for GPT-2's attention scale: 1 / sqrt(head size), 1 / (layer index + 1), both or neither."""
     defaults = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
-        for n, layer in enumerate(tree["decoder"]["layers"]):
+        by_index = fields["scale_attn_by_inverse_layer_idx"]
+        for n, layer in enumerate(tree["decoder"]["layers"], 1):
             scale = (layer["width"] // layer["attention"]["heads"]) ** -0.5 if fields["scale_attn_weights"] else 1.0
-            scale = scale / (n + 1) if fields["scale_attn_by_inverse_layer_idx"] else scale
-            layer["attention"]["scale"] = None if not n and fields["scale_attn_weights"] else scale
-            if fields["scale_attn_weights"] and not fields["scale_attn_by_inverse_layer_idx"]:
-                layer["attention"]["scale"] = None
+            is_default = fields["scale_attn_weights"] and (n == 1 or not by_index)
+            layer["attention"]["scale"] = None if is_default else scale / n if by_index else scale
 
     def write(tree: ConfigTree) -> dict[str, Any]:
         layers = tree["decoder"]["layers"]
@@ -345,10 +386,10 @@ def gpt2_attention_scale() -> FieldGroup:
             "scale_attn_by_inverse_layer_idx": first["scale"] != last["scale"],
         }
 
-    return FieldGroup(defaults, read, write)
+    return FieldRule(defaults, read, write)
 
 
-def gpt_neo_layers() -> FieldGroup:
+def gpt_neo_layers() -> FieldRule:
     """Return the rule for GPT-Neo's attention_types, such as [[["global", "local"], 12]], and the local window."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -363,10 +404,10 @@ def gpt_neo_layers() -> FieldGroup:
         return {"attention_types": [[types, 1]], "window_size": size}
 
     defaults = {"attention_types": [[["global", "local"], 12]], "window_size": 256, "attention_layers": None}
-    return FieldGroup(defaults, read, write)
+    return FieldRule(defaults, read, write)
 
 
-def mpt_attention() -> FieldGroup:
+def mpt_attention() -> FieldRule:
     """Return the rule for MPT's attn_config, an object inside config.json."""
     fixed = {"attn_type": "multihead_attention", "prefix_lm": False, "qk_ln": False, "attn_uses_sequence_id": False}
     free = {"alibi": True, "alibi_bias_max": 8, "clip_qkv": None, "softmax_scale": None}
@@ -394,10 +435,10 @@ def mpt_attention() -> FieldGroup:
         }
         return {"attn_config": values}
 
-    return FieldGroup({"attn_config": None}, read, write)
+    return FieldRule({"attn_config": None}, read, write)
 
 
-def falcon_layers() -> FieldGroup:
+def falcon_layers() -> FieldRule:
     """Return the rule for Falcon's three structures.
 
     7B: one key/value head, one norm; 40B: several key/value heads, two norms; RW: ALiBi.
@@ -429,32 +470,24 @@ def falcon_layers() -> FieldGroup:
             "num_ln_in_parallel_attn": (2 if layer["residual"] == "parallel" else 1) if new else None,
         }
 
-    return FieldGroup(defaults, read, write)
+    return FieldRule(defaults, read, write)
 
 
-def opt_norms() -> FieldGroup:
-    """Return the rule for OPT's norms: before each sublayer and at the end, or after each sublayer (350m)."""
-    defaults = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True}
+def opt_final_norm() -> FieldRule:
+    """Return the rule for OPT's norm at the end: none if norms come after each sublayer (350m), or if it is removed."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
-        norm = to_dict(NormConfig(affine="scale_shift" if fields["layer_norm_elementwise_affine"] else "none"))
-        before = fields["do_layer_norm_before"]
-        set_value(tree, f"{BLOCK}.norm", norm)
-        set_value(tree, f"{BLOCK}.norm_place", "pre" if before else "post")
-        set_value(tree, "decoder.norm", norm if before and not fields["_remove_final_layer_norm"] else None)
+        if fields["_remove_final_layer_norm"] or not fields["do_layer_norm_before"]:
+            tree["decoder"]["norm"] = None
 
     def write(tree: ConfigTree) -> dict[str, Any]:
         before = get_value(tree, f"{BLOCK}.norm_place") == "pre"
-        return {
-            "do_layer_norm_before": before,
-            "_remove_final_layer_norm": before and get_value(tree, "decoder.norm") is None,
-            "layer_norm_elementwise_affine": get_value(tree, f"{BLOCK}.norm.affine") != "none",
-        }
+        return {"do_layer_norm_before": before, "_remove_final_layer_norm": before and tree["decoder"]["norm"] is None}
 
-    return FieldGroup(defaults, read, write)
+    return FieldRule({"do_layer_norm_before": True, "_remove_final_layer_norm": False}, read, write)
 
 
-def opt_embedding_size() -> FieldGroup:
+def opt_embedding_size() -> FieldRule:
     """Return the rule for OPT's word_embed_proj_dim, the size of the embedding if it is not the width."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -464,14 +497,174 @@ def opt_embedding_size() -> FieldGroup:
     def write(tree: ConfigTree) -> dict[str, Any]:
         return {"word_embed_proj_dim": get_value(tree, "input.dim") or get_value(tree, f"{BLOCK}.width")}
 
-    return FieldGroup({"word_embed_proj_dim": None}, read, write)
+    return FieldRule({"word_embed_proj_dim": None}, read, write)
 
 
-def all_biases(theirs: str) -> FieldGroup:
-    """Return the rule for the boolean field `theirs`: whether attention and feed-forward layers have biases."""
+# -- rotary positions --------------------------------------------------------------------------------------------------
+
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+           "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor",
+           "short_factor", "long_factor", "mscale", "mscale_all_dim", "finetuned"}  # fmt: skip
+SCALING_KEYS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "attention_factor",
+)
+
+
+def rotary(
+    stack: str = "decoder",
+    base: float = 10_000.0,
+    partial: float | None = None,
+    *,
+    layer_bases: tuple[float, float] | None = None,
+    original_context: int | None = None,
+    theta_key: str = "rope_theta",
+    fraction_key: str = "partial_rotary_factor",
+    full_theta_key: str | None = None,
+    sliding_theta_key: str | None = None,
+) -> FieldRule:
+    """Return the rule for the fields of rotary positions: rope_parameters; in older files rope_theta and rope_scaling.
+
+    base: the default base of the frequencies (rope_theta).
+    partial: the default fraction of a head that is rotated; None if the family always rotates whole heads.
+    layer_bases: the default bases of layers with full attention and with a sliding window, if the family has both.
+    original_context: the default of original_max_position_embeddings, if the family has it as a separate field.
+    theta_key, fraction_key, full_theta_key, sliding_theta_key: the names, in older files, of the fields with the base,
+    the fraction, and the bases of layers with full attention and with a sliding window.
+    """
+    theta_keys = {FULL: full_theta_key or theta_key, SLIDING: sliding_theta_key or theta_key}
+    keys = ("rope_parameters", "rope_scaling", theta_key, fraction_key, *theta_keys.values())
+    defaults: dict[str, Any] = dict.fromkeys((*keys, "rope_theta", "partial_rotary_factor"))
+    defaults["original_max_position_embeddings"] = original_context
+
+    def parameters(fields: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+        """Return the rotary parameters of one layer type: those in the file, else the family's defaults."""
+        rope = fields["rope_parameters"] or {}
+        if FULL in rope or SLIDING in rope:
+            rope = rope.get(layer_type) or {}
+        elif fields["rope_scaling"] and not (layer_bases and layer_type == SLIDING):
+            rope = fields["rope_scaling"]
+        unknown = set(rope) - ROPE_KEYS
+        if unknown:
+            raise ConfigError(f"the rotary parameter {short_repr(min(unknown))} is not supported")
+        rope = {key: value for key, value in rope.items() if value is not None}
+        default_base = base if layer_bases is None else layer_bases[layer_type == SLIDING]
+        rope_theta = fields["rope_theta"] if layer_bases is None else None
+        bases = (rope.get("rope_theta"), fields[theta_keys[layer_type]], rope_theta, default_base)
+        fractions = (rope.get("partial_rotary_factor"), fields[fraction_key], fields["partial_rotary_factor"], partial)
+        fraction = next((fraction for fraction in fractions if fraction is not None), 1.0)
+        if partial is None and fraction != 1.0:
+            raise ConfigError(
+                f"partial_rotary_factor={short_repr(fraction)} is not supported: this family always rotates whole heads"
+            )
+        rope_theta = next(base for base in bases if base is not None)
+        return {**rope, "rope_theta": rope_theta, "partial_rotary_factor": fraction}
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
-        set_value(tree, f"{ATTN}.bias", "qkvo" if fields[theirs] else "")
-        set_value(tree, f"{FFN}.bias", bool(fields[theirs]))
+        context = get_value(tree, "input.context")
+        for layer in tree[stack]["layers"]:
+            attention, head_dim = layer["attention"], head_dim_of(layer)
+            rope = parameters(fields, FULL if attention["window"] is None else SLIDING)
+            dim = int(head_dim * rope["partial_rotary_factor"])
+            attention["positions"] = {
+                "kind": "rotary",
+                "base": rope["rope_theta"],
+                "dim": None if dim == head_dim else dim,
+                "layout": attention["positions"]["layout"],
+                "scaling": _read_scaling(rope, context, fields["original_max_position_embeddings"]),
+            }
 
-    return FieldGroup({theirs: True}, read, lambda tree: {theirs: get_value(tree, f"{FFN}.bias")})
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        layers = [layer for layer in tree[stack]["layers"] if layer["attention"]["positions"] is not None]
+        by_type = {FULL if layer["attention"]["window"] is None else SLIDING: _write_rope(layer) for layer in layers}
+        if not by_type:
+            raise ConfigError("the model's positions are not rotary")
+        if layer_bases is not None:
+            stated = ({"rope_type": "default", "rope_theta": base} for base in layer_bases)
+            return {"rope_parameters": dict(zip((FULL, SLIDING), stated, strict=True)) | by_type}
+        rope = by_type.get(FULL) or by_type[SLIDING]
+        whole_head = {} if partial in (None, 1.0) else {"partial_rotary_factor": 1.0}
+        original = rope.get("original_max_position_embeddings", original_context)
+        context = {} if original_context is None else {"original_max_position_embeddings": original}
+        return {"rope_parameters": whole_head | rope} | context
+
+    return FieldRule(defaults, read, write)
+
+
+def falcon_rotary() -> FieldRule:
+    """Return the rule that converts Falcon's rotary positions; it changes nothing in a model with ALiBi."""
+    rule = rotary()
+
+    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
+        if get_value(tree, f"{ATTN}.positions")["kind"] == "rotary":
+            rule.read(fields, tree)
+
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        return rule.write(tree) if get_value(tree, f"{ATTN}.positions")["kind"] == "rotary" else {}
+
+    return FieldRule(rule.defaults, read, write)
+
+
+def head_dim_of(layer: ConfigTree) -> int:
+    attention = layer["attention"]
+    return attention["head_dim"] or layer["width"] // attention["heads"]
+
+
+def _write_rope(layer: ConfigTree) -> dict[str, Any]:
+    """Return the field rope_parameters for one layer."""
+    positions, head_dim = layer["attention"]["positions"], head_dim_of(layer)
+    if positions is None or positions["kind"] != "rotary":
+        raise ConfigError("the model's positions are not rotary")
+    fraction = (positions["dim"] or head_dim) / head_dim
+    # Reading truncates head_dim * fraction.  If a rounding error would lose a dimension, take the next larger number.
+    fraction = fraction if int(head_dim * fraction) == positions["dim"] else math.nextafter(fraction, 2)
+    rope = {"rope_theta": positions["base"], **_write_scaling(positions["scaling"])}
+    return rope if positions["dim"] == head_dim else rope | {"partial_rotary_factor": fraction}
+
+
+def _read_scaling(rope: Mapping[str, Any], context: int, original: int | None) -> dict[str, Any] | None:
+    kind = rope.get("rope_type", rope.get("type")) or "default"
+    kind = {"su": "longrope"}.get(kind, kind)
+    if kind == "default":
+        return None
+    if kind not in ("linear", "dynamic", "yarn", "longrope", "llama3"):
+        raise ConfigError(f"the rotary scaling {short_repr(kind)} is not supported")
+    scaling: dict[str, Any] = {"kind": kind} | {key: rope[key] for key in SCALING_KEYS if rope.get(key) is not None}
+    if kind == "dynamic":
+        scaling["original_context"] = context
+    elif kind != "linear":
+        scaling["original_context"] = original or rope.get("original_max_position_embeddings") or context
+    if kind in ("longrope", "yarn"):
+        scaling.setdefault("factor", context / scaling["original_context"])
+    if kind == "longrope":
+        scaling |= {"short_factors": rope["short_factor"], "long_factors": rope["long_factor"]}
+    if kind == "yarn" and rope.get("mscale") and rope.get("mscale_all_dim") and "attention_factor" not in scaling:
+        mscale, all_dim = (0.1 * rope[key] * math.log(scaling["factor"]) + 1.0 for key in ("mscale", "mscale_all_dim"))
+        scaling["attention_factor"] = mscale / all_dim if scaling["factor"] > 1 else 1.0
+    return scaling
+
+
+def _write_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default"}
+    kind = scaling["kind"]
+    needed = {
+        "linear": SCALING_KEYS[:1],
+        "dynamic": SCALING_KEYS[:1],
+        "llama3": SCALING_KEYS[:3],
+        "yarn": ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+        "longrope": ("factor", "attention_factor"),
+    }
+    if kind not in needed:
+        raise ConfigError(f"the rotary scaling {kind!r} does not exist in Hugging Face models")
+    rope = {"rope_type": kind} | {key: scaling[key] for key in needed[kind] if scaling[key] is not None}
+    if kind not in ("linear", "dynamic"):
+        rope["original_max_position_embeddings"] = scaling["original_context"]
+    if kind == "longrope":
+        rope |= {"short_factor": list(scaling["short_factors"]), "long_factor": list(scaling["long_factors"])}
+    return rope

@@ -1,9 +1,9 @@
 """Reversible rules between the fields of a Hugging Face config.json and our configuration.
 
-    Field("n_embd", "decoder.*.width", 768)          a field that sets one of our values (default 768)
-    Constant("decoder.*.attention.bias", "qkv")      one of our values that the family fixes without a field
-    FixedField("qk_ln", False)                       a field that must have this value
-    FieldGroup({…}, read, write)                     fields that are read and written together
+    field("n_embd", "decoder.*.width", 768)          a field that sets one of our values (default 768)
+    constant("decoder.*.attention.bias", "qkv")      one of our values that the family fixes without a field
+    fixed_field("qk_ln", False)                      a field that must have this value
+    FieldRule({…}, read, write)                      fields that are read and written together
 
 Our values are given by paths in a configuration tree: nested dicts with a list of layers.
 
@@ -21,8 +21,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from monoblock.config.knobs import FieldValues, rebuild
 from monoblock.config.model import AttentionConfig, BlockConfig, EmbeddingConfig, InitConfig, ModelConfig
@@ -88,27 +87,20 @@ def _compress_layers(blocks: Sequence[ConfigTree]) -> list[tuple[Sequence[Config
 def _resolve_path(node: Any, path: Sequence[str]) -> Iterator[tuple[Any, str]]:
     """Yield every (dict, key) that a path selects; nothing if the path does not exist in this tree."""
     key, rest = path[0], path[1:]
-    if node is None:
-        return
     if key == "**":
-        yield from _find_key(node, rest[0])
-    elif key == "*":
+        if isinstance(node, dict) and rest[0] in node:
+            yield node, rest[0]
+        children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        for child in children:
+            yield from _resolve_path(child, path)
+    elif node is not None and key == "*":
         for layer in node["layers"]:
             yield from _resolve_path(layer, rest)
-    elif not rest:
-        yield node, key
     elif isinstance(node, dict):
-        yield from _resolve_path(node.get(key), rest)
-
-
-def _find_key(node: Any, key: str) -> Iterator[tuple[Any, str]]:
-    if isinstance(node, dict):
-        if key in node:
+        if rest:
+            yield from _resolve_path(node.get(key), rest)
+        else:
             yield node, key
-        node = list(node.values())
-    if isinstance(node, list):
-        for child in node:
-            yield from _find_key(child, key)
 
 
 def set_value(tree: ConfigTree, paths: str, value: Any) -> None:
@@ -207,87 +199,12 @@ def _tree_difference(a: Any, b: Any, path: str) -> str | None:
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-def identity(value: Any) -> Any:
-    return value
+class FieldRule(NamedTuple):
+    """A rule for some Hugging Face fields, given with their defaults, that are read and written together."""
 
-
-@dataclass(frozen=True)
-class Field:
-    """A rule for the Hugging Face field `theirs`, which sets one value of our configuration, at the path `ours`."""
-
-    theirs: str
-    ours: str  # one path or several, separated by spaces; writing takes the value at the first
-    default: Any = MISSING  # the default in transformers; MISSING if the field is required
-    to_ours: Callable[[Any], Any] = identity
-    to_theirs: Callable[[Any], Any] = identity
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return {self.theirs: self.default}
-
-    def apply(self, fields: Mapping[str, Any], tree: ConfigTree) -> None:
-        set_value(tree, self.ours, self.to_ours(fields[self.theirs]))
-
-    def export(self, tree: ConfigTree) -> dict[str, Any]:
-        value = get_value(tree, self.ours)
-        return {self.theirs: self.default if value is MISSING else self.to_theirs(value)}
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A rule for a value of our configuration, at the path `ours`, that is the same in the whole family."""
-
-    ours: str
-    value: Any
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return {}
-
-    def apply(self, fields: Mapping[str, Any], tree: ConfigTree) -> None:
-        set_value(tree, self.ours, self.value)
-
-    def export(self, tree: ConfigTree) -> dict[str, Any]:
-        return {}
-
-
-@dataclass(frozen=True)
-class FixedField:
-    """A rule for the Hugging Face field `theirs`, which must have this value or one of its `equivalents`."""
-
-    theirs: str
-    value: Any
-    equivalents: tuple[Any, ...] = ()
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return {self.theirs: self.value}
-
-    def apply(self, fields: Mapping[str, Any], tree: ConfigTree) -> None:
-        if fields[self.theirs] not in (self.value, *self.equivalents):
-            value = short_repr(fields[self.theirs])
-            raise ConfigError(f"{self.theirs}={value} is not supported; only {short_repr(self.value)} is")
-
-    def export(self, tree: ConfigTree) -> dict[str, Any]:
-        return {self.theirs: self.value}
-
-
-@dataclass(frozen=True)
-class FieldGroup:
-    """A rule for several Hugging Face fields, given with their defaults, that are read and written together."""
-
-    defaults: Mapping[str, Any]
-    read: Callable[[Mapping[str, Any], ConfigTree], None]
-    write: Callable[[ConfigTree], dict[str, Any]]
-
-    def apply(self, fields: Mapping[str, Any], tree: ConfigTree) -> None:
-        self.read(fields, tree)
-
-    def export(self, tree: ConfigTree) -> dict[str, Any]:
-        return self.write(tree)
-
-
-FieldRule = Field | Constant | FixedField | FieldGroup
+    defaults: Mapping[str, Any]  # those in transformers; MISSING for a field that is required
+    read: Callable[[Mapping[str, Any], ConfigTree], None]  # set values of our configuration from the fields
+    write: Callable[[ConfigTree], dict[str, Any]]  # return the fields for a configuration
 
 
 def without_fields(fields: Mapping[str, Any], ignored: Sequence[str]) -> Mapping[str, Any]:
@@ -387,7 +304,7 @@ def read_fields(
     tree["head"], tree["tie"], tree["init"] = copy.deepcopy(head), "none", to_dict(InitConfig())
     for rule in rules:
         try:
-            rule.apply(fields, tree)
+            rule.read(fields, tree)
         except MonoblockError:
             raise
         except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
@@ -400,5 +317,5 @@ def write_fields(rules: Sequence[FieldRule], config: ModelConfig) -> dict[str, A
     """Convert our configuration to the fields of a config.json."""
     tree, fields = config_to_tree(config), dict[str, Any]()
     for rule in rules:
-        fields.update(rule.export(tree))
+        fields.update(rule.write(tree))
     return fields

@@ -406,6 +406,7 @@ DISTILBERT_MASKED_LM: Rules = (
     Rule("head.bias", "vocab_projector.bias"),
     Rule("head.output.weight", "vocab_projector.weight"),
 )
+DISTILBERT_CLASSIFIER: Rules = (Rule("head.pooler", "pre_classifier"), *CLASSIFIER)
 MPNET: Rules = (
     Rule("encoder.position_bias", "mpnet.encoder.relative_attention_bias"),
     *attention_rules("encoder.*.attention", "mpnet.encoder.layer.*.attention.attn", ("q", "k", "v", "o")),

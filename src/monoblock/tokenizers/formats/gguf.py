@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from monoblock.errors import FileError
 from monoblock.tokenizers.components import JsonObject, component_sequence
 from monoblock.tokenizers.formats import sentencepiece
-from monoblock.tokenizers.formats.families import (
+from monoblock.tokenizers.formats.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from monoblock.tokenizers.formats.vocabulary_files import (
     PRE_TOKENIZER_ALIASES,
     PRE_TOKENIZERS,
     TokenizerFamily,
     assemble_tokenizer_json,
+    byte_level_sections,
 )
-from monoblock.tokenizers.formats.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
-from monoblock.tokenizers.formats.vocabulary_files import byte_level_sections
 from monoblock.untrusted_files import short_repr
 
 MAGIC = b"GGUF"
@@ -54,10 +54,6 @@ class GgufHeader(NamedTuple):
     raw: mmap.mmap  # the file; what is written into it is not stored
 
 
-class _InvalidGguf(Exception):
-    """An invalid GGUF file; `read_gguf_header` puts its path before the message."""
-
-
 class _ByteReader:
     """Read the values of a header one after the other, but never beyond `end` or MAX_HEADER_BYTES."""
 
@@ -67,7 +63,7 @@ class _ByteReader:
     def advance(self, size: int) -> int:
         """Skip `size` bytes and return the offset where they begin."""
         if size > self.end - self.offset:
-            raise _InvalidGguf("its header claims more bytes than there are, so it is damaged or incomplete")
+            raise ValueError("its header claims more bytes than there are, so it is damaged or incomplete")
         start = self.offset
         self.offset += size
         return start
@@ -79,7 +75,7 @@ class _ByteReader:
     def read_string(self, max_bytes: int = MAX_STRING_BYTES) -> str:
         size = self.read_number("Q")
         if size > max_bytes:
-            raise _InvalidGguf(f"a string claims {size:,} bytes, more than the limit of {max_bytes:,}")
+            raise ValueError(f"a string claims {size:,} bytes, more than the limit of {max_bytes:,}")
         start = self.advance(size)
         return self.raw[start : start + size].decode()
 
@@ -89,14 +85,14 @@ class _ByteReader:
         if value_type == STRING_TYPE:
             return self.read_string()
         if value_type != ARRAY_TYPE:
-            raise _InvalidGguf(f"a field has the type {value_type}, which is unknown")
+            raise ValueError(f"a field has the type {value_type}, which is unknown")
         item_type, count = self.read_number("I"), self.read_number("Q")
         if count > MAX_ARRAY_ITEMS:
-            raise _InvalidGguf(f"an array claims {count:,} items, more than the limit of {MAX_ARRAY_ITEMS:,}")
+            raise ValueError(f"an array claims {count:,} items, more than the limit of {MAX_ARRAY_ITEMS:,}")
         if item_type == STRING_TYPE:
             return [self.read_string() for _ in range(count)]
         if item_type not in SCALAR_FORMATS:
-            raise _InvalidGguf("an array of arrays is not supported")
+            raise ValueError("an array of arrays is not supported")
         layout = f"<{count}{SCALAR_FORMATS[item_type]}"
         return list(struct.unpack_from(layout, self.raw, self.advance(struct.calcsize(layout))))
 
@@ -107,54 +103,52 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 24:
-                raise FileError(f"{path} is not a GGUF file: it has only {size} bytes, too few for a header")
+                raise ValueError(f"it has only {size} bytes, too few for a header")
             return _parse_header(_ByteReader(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), size), size)
-    except (_InvalidGguf, UnicodeDecodeError, struct.error, OverflowError) as problem:
-        raise FileError(f"{path} cannot be used: {' '.join(str(problem).split())[:120]}") from None
-    except (OSError, ValueError) as problem:
-        if isinstance(problem, FileError):
-            raise
-        raise FileError(f"{path} cannot be read: {getattr(problem, 'strerror', None) or problem}") from None
+    except OSError as problem:
+        raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    except (ValueError, struct.error, OverflowError) as problem:  # also text that is not UTF-8
+        raise FileError(f"{path} is not a usable GGUF file: {' '.join(str(problem).split())[:120]}") from None
 
 
 def _parse_header(reader: _ByteReader, size: int) -> GgufHeader:
     start = reader.advance(4)
     if reader.raw[start : start + 4] != MAGIC:
-        raise _InvalidGguf("it is not a GGUF file")
+        raise ValueError("it is not a GGUF file")
     version = reader.read_number("I")
     if version not in VERSIONS:
-        raise _InvalidGguf(f"it has version {version}; only little-endian files of versions 2 and 3 are supported")
+        raise ValueError(f"it has version {version}; only little-endian files of versions 2 and 3 are supported")
     tensor_count, field_count = reader.read_number("Q"), reader.read_number("Q")
     if tensor_count > MAX_TENSORS or field_count > MAX_FIELDS:
-        raise _InvalidGguf(f"it claims {tensor_count:,} tensors and {field_count:,} fields, more than any model has")
+        raise ValueError(f"it claims {tensor_count:,} tensors and {field_count:,} fields, more than any model has")
     fields: dict[str, Any] = {}
     for _ in range(field_count):
         name = reader.read_string(MAX_NAME_BYTES)
         if name in fields:
-            raise _InvalidGguf(f"the field {short_repr(name)} occurs twice")
+            raise ValueError(f"the field {short_repr(name)} occurs twice")
         fields[name] = reader.read_value(reader.read_number("I"))
     tensors: dict[str, TensorInfo] = {}
     for _ in range(tensor_count):
         name = reader.read_string(MAX_NAME_BYTES)
         if name in tensors:
-            raise _InvalidGguf(f"the tensor {short_repr(name)} occurs twice")
+            raise ValueError(f"the tensor {short_repr(name)} occurs twice")
         tensors[name] = _parse_tensor_info(reader, name)
     alignment = fields.get("general.alignment", 32)
     if type(alignment) is not int or not 8 <= alignment <= 2**16 or alignment % 8:
-        raise _InvalidGguf(f"its alignment is {short_repr(alignment)}, not a multiple of 8 from 8 to {2**16}")
+        raise ValueError(f"its alignment is {short_repr(alignment)}, not a multiple of 8 from 8 to {2**16}")
     return GgufHeader(fields, tensors, -(-reader.offset // alignment) * alignment, size, reader.raw)
 
 
 def _parse_tensor_info(reader: _ByteReader, name: str) -> TensorInfo:
     axes = reader.read_number("I")
     if not 0 < axes <= MAX_DIMENSIONS:
-        raise _InvalidGguf(f"the tensor {short_repr(name)} has {axes:,} axes, not 1 to {MAX_DIMENSIONS}")
+        raise ValueError(f"the tensor {short_repr(name)} has {axes:,} axes, not 1 to {MAX_DIMENSIONS}")
     shape = [reader.read_number("Q") for _ in range(axes)]
     elements = 1
     for axis in shape:
         elements *= axis
         if not 0 < elements < 2**48:
-            raise _InvalidGguf(
+            raise ValueError(
                 f"the tensor {short_repr(name)} has the shape {short_repr(shape)}, which is empty or too large"
             )
     return TensorInfo(tuple(reversed(shape)), reader.read_number("I"), reader.read_number("Q"))

@@ -14,8 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from monoblock.errors import FileError
-from monoblock.tokenizers.components import JsonObject, bpe_model, replace_regex, replace_string
-from monoblock.tokenizers.pipelines import EDGE_SPACE_PATTERN, WORD_MARKER
+from monoblock.tokenizers.components import (
+    EDGE_SPACE_PATTERN,
+    WORD_MARKER,
+    JsonObject,
+    bpe_model,
+    replace_regex,
+    replace_string,
+)
 
 MAX_PIECES = 2_000_000
 MAX_PIECE_BYTES = 512
