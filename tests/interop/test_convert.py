@@ -282,7 +282,7 @@ def test_only_the_converter_reads_a_pickled_folder(shards, tmp_path):
     with pytest.raises(mb.FileError, match="is a pickle: write monoblock convert"):
         Transformer.from_pretrained(tmp_path)
     with open_model(tmp_path) as source:
-        assert source.format == "hf"
+        assert source.folder.format == "hf"
         assert all(torch.equal(source.model.state_dict()[name], weight) for name, weight in expected.items())
 
 

@@ -61,10 +61,10 @@ def certify(
     If transformers cannot load them, log the reason and report no difference; the conversion itself is not affected.
     """
     output, parameters = ModelFolder(output_path), sum(weight.numel() for weight in source.model.parameters())
-    if source.format == "gguf":
+    if source.folder.format == "gguf":
         family = str(source.folder.gguf.fields["general.architecture"])
-    elif "hf" in (source.format, model_format):
-        family = read_model_type(source.folder if source.format == "hf" else output)
+    elif "hf" in (source.folder.format, model_format):
+        family = read_model_type(source.folder if source.folder.format == "hf" else output)
     else:
         family = source.model.config.family
     certificate = Certificate(family, parameters, len(source.model.state_dict()), None)
@@ -78,7 +78,7 @@ def certify(
         rounding = _largest([logit_differences(source.folder, output, read_by_us=True)])
         if rounding > 0:
             log(f"the weights were rounded to {dtype}, which changes the logits by up to {rounding:.2g}")
-    pairs = [(source.folder, source.folder)] if source.format in ("hf", "gguf") else []
+    pairs = [(source.folder, source.folder)] if source.folder.format in ("hf", "gguf") else []
     pairs += [(source.folder if dtype is None else output, output)] if model_format in ("hf", "gguf") else []
     for ours, theirs in pairs:
         reason = _reason_not_to_read(theirs)
@@ -95,7 +95,7 @@ def certify(
         return certificate
     if not by_transformers:
         log("the file was read again by monoblock, and compared with the source")
-    if "gguf" not in (model_format, source.format) and (worst := _largest(differences)) > MAX_FP64_DIFFERENCE:
+    if "gguf" not in (model_format, source.folder.format) and (worst := _largest(differences)) > MAX_FP64_DIFFERENCE:
         log(f"warning: the logits differ from those of transformers by up to {worst:.2g}, which is more than rounding")
     largest = {name: max(row[name] for row in differences) for name in differences[0]}
     return certificate._replace(max_logit_difference=largest)

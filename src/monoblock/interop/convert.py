@@ -40,14 +40,6 @@ class SourceModel(NamedTuple):
     folder: ModelFolder
     model: Transformer
 
-    @property
-    def path(self) -> Path:
-        return self.folder.path
-
-    @property
-    def format(self) -> str:
-        return self.folder.format
-
 
 # -- pickles -----------------------------------------------------------------------------------------------------------
 
@@ -152,13 +144,12 @@ def merge_adapter(source: SourceModel, adapter: str | Path | None) -> Iterator[S
     digest = compute_body_digest(source.model)
     load_adapter(source.model, adapter)
     if (read_base_digest(adapter) or digest) != digest:
-        raise FileError(
-            f"{adapter} was trained for other weights than those of {source.path}; give the model it was trained for"
-        )
+        others = f"other weights than those of {source.folder.path}"
+        raise FileError(f"{adapter} was trained for {others}; give the model it was trained for")
     with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
-        folder = Path(temporary) / source.path.stem
+        folder = Path(temporary) / source.folder.path.stem
         target_format = "monoblock"
-        if source.format == "hf":
+        if source.folder.format == "hf":
             with suppress(ConfigError):  # the family cannot express the model with its new head
                 choose_family(source.model.config, read_model_type(source.folder))
                 target_format = "hf"
@@ -195,7 +186,7 @@ def write_model(
             f"format={model_format!r} is not known; write {', '.join(FORMATS)}{did_you_mean(model_format, FORMATS)}"
         )
     target = Path(target)
-    if target.resolve() == source.path.resolve():
+    if target.resolve() == source.folder.path.resolve():
         raise ConfigError(f"{target} is the model to be converted; write to another path")
     if dtype is not None and model_format == "gguf":
         raise ConfigError(f"dtype={dtype} is for folders; for a GGUF file, write --kind f32, f16 or q8_0")
@@ -211,7 +202,7 @@ def write_model(
             tokenizer=tokenizer,
             generation=companions.generation,
             kind=kind,
-            name=source.path.stem,
+            name=source.folder.path.stem,
         )
     elif model_format == "hf":
         export_hf(source.model, target, family=family, dtype=dtype, companions=companions)

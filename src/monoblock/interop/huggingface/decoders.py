@@ -25,6 +25,11 @@ GPT_TEMPLATE = gpt(vocab=8, width=8, depth=1, heads=1, context=8)
 CLASSIFIER_HEAD = head_tree("classifier", classes=2, pooling="last")
 LAYER_NORM, LAYER_NORM_NO_SHIFT = to_dict(NormConfig()), to_dict(NormConfig(affine="scale"))
 
+GPT2_OBSOLETE_WEIGHTS = tuple(  # masks that older versions of transformers stored
+    f"transformer.h.*.attn.{name}"
+    for name in ("bias", "masked_bias", "attention.bias", "attention.masked_bias", "causal_mask")
+)
+
 
 def norms(norm: ConfigTree) -> FieldRule:
     return r.constant(f"{BLOCK}.norm decoder.norm", norm)
@@ -41,6 +46,7 @@ def decoder_family(
     head: ConfigTree = LM_HEAD,
     lm_class: str | None = None,
     has_classifier: bool = True,
+    ignored_weights: tuple[str, ...] = GPT2_OBSOLETE_WEIGHTS,
     **options: Any,
 ) -> Family:
     """Return a decoder family with three classes: a language model, the decoder without a head, and a classifier.
@@ -59,6 +65,7 @@ def decoder_family(
         head_weights={classifier: w.SCORE},
         prefix=prefix,
         unprefixed_classes=(f"{class_prefix}Model",),
+        ignored_weights=ignored_weights,
         **options,
     )
 
@@ -184,6 +191,7 @@ def llama_family(
         weights,
         template=LLAMA_TEMPLATE if template is None else preset(template),
         prefix="model.",
+        ignored_weights=(),
         tied_by_default=tied_by_default,
         **options,
     )
@@ -418,10 +426,6 @@ FALCON = (
     r.falcon_layers(),
     r.falcon_rotary(),
 )
-GPT2_OBSOLETE_WEIGHTS = tuple(  # masks that older versions of transformers stored
-    f"transformer.h.*.attn.{name}"
-    for name in ("bias", "masked_bias", "attention.bias", "attention.masked_bias", "causal_mask")
-)
 NEOX_OBSOLETE_WEIGHTS = tuple(
     f"gpt_neox.layers.*.attention.{name}" for name in ("rotary_emb.inv_freq", "bias", "masked_bias")
 )
@@ -433,14 +437,12 @@ GPT2_FAMILIES = (
         (*GPT2, r.gpt2_attention_scale()),
         w.GPT2,
         lm_class="GPT2LMHeadModel",
-        ignored_weights=GPT2_OBSOLETE_WEIGHTS,
     ),
     decoder_family(
         "gpt_bigcode",
         "GPTBigCode",
         BIGCODE,
         w.BIGCODE_MULTI_HEAD,
-        ignored_weights=GPT2_OBSOLETE_WEIGHTS,
         weight_variants=((lambda config: next(config.decoder.layers()).attention.num_kv_heads == 1, w.BIGCODE),),
     ),
     decoder_family(
@@ -456,7 +458,6 @@ GPT2_FAMILIES = (
             r.constant(f"{ATTN}.bias", "o"),
         ),
         w.GPT_NEO,
-        ignored_weights=GPT2_OBSOLETE_WEIGHTS,
     ),
     decoder_family(
         "gptj",
@@ -465,7 +466,6 @@ GPT2_FAMILIES = (
         w.GPTJ,
         template=preset("gptj-6b"),
         head=LM_HEAD_BIAS,
-        ignored_weights=GPT2_OBSOLETE_WEIGHTS,
         tied_by_default=False,
     ),
     decoder_family(
@@ -475,7 +475,6 @@ GPT2_FAMILIES = (
         w.CODEGEN,
         template=preset("gptj-6b"),
         head=LM_HEAD_BIAS,
-        ignored_weights=GPT2_OBSOLETE_WEIGHTS,
         tied_by_default=False,
         has_classifier=False,
     ),
