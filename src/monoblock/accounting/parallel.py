@@ -16,7 +16,6 @@ biases that are added to the hidden states are on every rank, as are keys and va
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -135,10 +134,8 @@ def plan_ranks(
         "pipeline": pipeline_size(strategy, pipeline or 0, gpus),
     }
     _check_tensor(config, sizes["tensor"])
-    if "pipeline" in splits and sizes["pipeline"] > (depth := _pipeline_depth(config)):
-        raise ConfigError(
-            f"pipeline={sizes['pipeline']} is more than the {depth} layers of this model; write at most {depth}"
-        )
+    if "pipeline" in splits:
+        _check_pipeline(config, sizes["pipeline"])
     used = sizes["tensor"] * sizes["pipeline"]
     return ParallelPlan(**sizes, **{"shard" if shards else "data": gpus // used})
 
@@ -164,17 +161,6 @@ def pipeline_size(name: str, stages: int, processes: int) -> int:
     return size
 
 
-def _blocks(config: ModelConfig) -> Iterator[BlockConfig]:
-    return (block for stack in config.stacks.values() for block in stack.layers())
-
-
-def _attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
-    for block in _blocks(config):
-        yield block.attention
-        if block.cross is not None:
-            yield block.cross
-
-
 def splits_heads(attention: AttentionConfig, tensor: int) -> bool:
     """Return whether training divides the heads of attention in a tensor-parallel group; else every rank has all."""
     kv_heads = attention.num_kv_heads
@@ -184,10 +170,11 @@ def splits_heads(attention: AttentionConfig, tensor: int) -> bool:
 
 def _check_tensor(config: ModelConfig, tensor: int) -> None:
     """Raise ConfigError if training would leave a part of the model whole on every rank, which is not planned."""
-    whole = [
-        *(f"attention with heads={a.heads}" for a in _attentions(config) if not splits_heads(a, tensor)),
-        *(f"hidden={b.feedforward.hidden}" for b in _blocks(config) if b.feedforward.hidden % tensor),
-    ]
+    whole = []
+    for block in (block for stack in config.stacks.values() for block in stack.layers()):
+        for attention in filter(None, (block.attention, block.cross)):
+            whole += [] if splits_heads(attention, tensor) else [f"attention with heads={attention.heads}"]
+        whole += [f"hidden={block.feedforward.hidden}"] if block.feedforward.hidden % tensor else []
     if tensor > 1 and whole:
         raise ConfigError(
             f"tensor={tensor} does not divide {whole[0]} of this model, which training would leave whole on every GPU; "
@@ -195,14 +182,15 @@ def _check_tensor(config: ModelConfig, tensor: int) -> None:
         )
 
 
-def _pipeline_depth(config: ModelConfig) -> int:
+def _check_pipeline(config: ModelConfig, stages: int) -> None:
     stacks = list(config.stacks.values())
-    if len(stacks) > 1 or any(run.tied for stack in stacks for run in stack.pattern):
+    if len(stacks) > 1 or any(run.tied for run in stacks[0].pattern):
         raise ConfigError(
             "a pipeline divides one stack of layers with their own weights, but this model has two stacks or tied "
             "layers; use another strategy"
         )
-    return stacks[0].depth
+    if stages > (depth := stacks[0].depth):
+        raise ConfigError(f"pipeline={stages} is more than the {depth} layers of this model; write at most {depth}")
 
 
 # -- the part of one rank ----------------------------------------------------------------------------------------------
@@ -214,11 +202,10 @@ def divides_kv_heads(attention: AttentionConfig, tensor: int) -> bool:
 
 
 def _narrow_attention(attention: AttentionConfig, width: int, tensor: int) -> AttentionConfig:
-    heads, kv_heads = attention.heads // tensor, attention.num_kv_heads
     return replace(
         attention,
-        heads=heads,
-        kv_heads=max(1, kv_heads // tensor),
+        heads=attention.heads // tensor,
+        kv_heads=max(1, attention.num_kv_heads // tensor),
         head_dim=attention.key_size(width),
         value_dim=attention.value_size(width),
         kept_heads=(),
@@ -248,9 +235,7 @@ def narrow_model(config: ModelConfig, tensor: int) -> ModelConfig:
     def narrow(part: Any, values: FieldValues) -> None:
         if isinstance(part, BlockConfig):
             values.update(vars(narrow_block(part, tensor)))
-        elif isinstance(
-            part, EmbeddingConfig
-        ):  # the first ranks have whole rows of a table that does not divide evenly
+        elif isinstance(part, EmbeddingConfig):  # the first ranks have whole rows of a table that is not divided evenly
             values["vocab"] = -(-part.vocab // tensor)
 
     return rebuild(config, narrow)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from monoblock.config.parts import (
     MAX_LAYERS,
@@ -36,7 +36,7 @@ from monoblock.config.parts import (
     Sinusoid,
     StackConfig,
 )
-from monoblock.config.schema import check_at_least, check_at_most, check_fraction, check_types, from_dict, to_dict
+from monoblock.config.schema import check_fraction, check_types, from_dict, to_dict, within
 from monoblock.errors import ConfigError
 
 __all__ = [
@@ -76,7 +76,7 @@ class QuantizeConfig:
     """
 
     bits: Literal[8, 4] = 8  # bits of a weight
-    group: int = 64  # weights that share a scale
+    group: Annotated[int, within(high=MAX_WIDTH)] = 64  # weights that share a scale
     table_bits: Literal[8, 4] = 8  # bits of the token embedding and the output matrix, which every logit depends on
     # bits to which the inputs of a matrix are rounded before the product, with a step for each group: 16 on a CPU with
     # C++ kernels and not at all elsewhere, or 8 everywhere, which is less exact and faster for many tokens on a CPU
@@ -89,7 +89,6 @@ class QuantizeConfig:
                 f"group={self.group} is not a multiple of 32, although weights are packed in blocks of 32; "
                 "write 32, 64 or 128"
             )
-        check_at_most(self, MAX_WIDTH, "group")
 
     def padded_columns(self, inputs: int) -> int:
         """Return the number of weights stored for a row of `inputs` weights, which is padded to whole groups."""
@@ -284,30 +283,28 @@ class RecurrentConfig:
     """The recurrent baselines: an LSTM language model, or an LSTM encoder-decoder with or without attention."""
 
     kind: Literal["language_model", "encoder_decoder"] = "language_model"  # predict the next token, or translate
-    vocab: int  # size of the vocabulary
-    width: int  # size of the embedding and of every LSTM layer
-    depth: int = 2  # number of LSTM layers, in the encoder and in the decoder
-    target_vocab: int | None = None  # size of the target vocabulary; None: it is that of the source
+    vocab: Annotated[int, within(1, MAX_VOCAB)]  # size of the vocabulary
+    width: Annotated[int, within(1, MAX_WIDTH)]  # size of the embedding and of every LSTM layer
+    depth: Annotated[int, within(1, MAX_LAYERS)] = 2  # number of LSTM layers, in the encoder and in the decoder
+    # size of the target vocabulary; None: it is that of the source
+    target_vocab: Annotated[int | None, within(1, MAX_VOCAB)] = None
     attention: bool = True  # encoder-decoder: attend to the source; False: only a summary of it (Cho et al. 2014)
     tie: bool = True  # share the output matrix with the (target) embedding
-    dropout: float = 0.0  # dropout probability of the embedding, between layers and before the output
-    embedding_dropout: float | None = None  # dropout probability of the embedding; None: `dropout`
-    head_dropout: float | None = None  # dropout probability before the output; None: `dropout`
-    word_dropout: float = 0.0  # rate of tokens whose whole embedding is zeroed (cf. Gal and Ghahramani 2016)
+    # dropout probability of the embedding, between layers and before the output
+    dropout: Annotated[float, check_fraction] = 0.0
+    # dropout probability of the embedding; None: `dropout`
+    embedding_dropout: Annotated[float | None, check_fraction] = None
+    # dropout probability before the output; None: `dropout`
+    head_dropout: Annotated[float | None, check_fraction] = None
+    # rate of tokens whose whole embedding is zeroed (cf. Gal and Ghahramani 2016)
+    word_dropout: Annotated[float, check_fraction] = 0.0
     # language model: drop the same features, and the same words, at all time steps of a row (Gal and Ghahramani 2016)
     variational_dropout: bool = False
     # language model: rate of weights of the hidden-to-hidden matrices that are zeroed (AWD-LSTM, Merity et al. 2018)
-    recurrent_dropout: float = 0.0
+    recurrent_dropout: Annotated[float, check_fraction] = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 1, "vocab", "width", "depth", "target_vocab")
-        check_at_most(self, MAX_VOCAB, "vocab", "target_vocab")
-        check_at_most(self, MAX_WIDTH, "width")
-        check_at_most(self, MAX_LAYERS, "depth")
-        check_fraction(self, "dropout", "word_dropout", "recurrent_dropout")
-        given = [name for name in ("embedding_dropout", "head_dropout") if getattr(self, name) is not None]
-        check_fraction(self, *given)
         for name in ("variational_dropout", "recurrent_dropout"):
             if self.kind == "encoder_decoder" and getattr(self, name):
                 raise ConfigError(f"{name} is for LSTM language models; leave it out for kind='encoder_decoder'")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from monoblock.config.schema import (
     check_at_least,
@@ -18,6 +18,7 @@ from monoblock.config.schema import (
     check_types,
     nearest_divisor,
     shorten_int,
+    within,
 )
 from monoblock.errors import ConfigError
 
@@ -46,7 +47,7 @@ class Scaling:
     # how the frequencies are scaled
     kind: Literal["linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional"]
     factor: float = 1.0  # how many times longer the context becomes
-    original_context: int | None = None  # the context that the model was trained on
+    original_context: Annotated[int | None, within(1, MAX_CONTEXT)] = None  # the context that the model was trained on
     low_freq_factor: float = 1.0  # llama3: pairs with fewer turns in the original context are slowed by factor
     high_freq_factor: float = 4.0  # llama3: pairs with more turns are kept
     beta_fast: float = 32.0  # yarn: pairs with more turns in the original context are kept
@@ -67,8 +68,6 @@ class Scaling:
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             low, high = self.low_freq_factor, self.high_freq_factor
             raise ConfigError(f"high_freq_factor={high} of llama3 scaling must be above low_freq_factor={low}")
-        check_at_least(self, 1, "original_context")
-        check_at_most(self, MAX_CONTEXT, "original_context")
         if self.factor <= 0:
             raise ConfigError(f"scaling factor={self.factor} must be positive; 1.0 leaves the frequencies alone")
 
@@ -79,7 +78,7 @@ class Rotary:
 
     kind: Literal["rotary"] = "rotary"  # the name of this scheme in JSON
     base: float = 10000.0  # the largest wavelength is about 2 pi times this
-    dim: int | None = None  # features of the head that are rotated; None: all
+    dim: Annotated[int | None, within(high=MAX_WIDTH)] = None  # features of the head that are rotated; None: all
     layout: Literal["half", "interleaved"] = "half"  # pairs (i, i + K/2) or (2i, 2i + 1)
     scaling: Scaling | None = None  # scaling for longer contexts; None: not scaled
 
@@ -89,7 +88,6 @@ class Rotary:
         check_types(self)
         if self.base <= 1:
             raise ConfigError(f"rotary base={self.base} must be above 1; 10000.0 is usual")
-        check_at_most(self, MAX_WIDTH, "dim")
         if self.dim is not None and (self.dim < 2 or self.dim % 2):
             raise ConfigError(
                 f"rotary dim={self.dim} must be even, because pairs are rotated; write {max(2, self.dim + 1)}"
@@ -115,17 +113,14 @@ class Buckets:
     """A learned bias for each head and bucket of distances (T5); if `shared`, all blocks of a stack use one table."""
 
     kind: Literal["buckets"] = "buckets"  # the name of this scheme in JSON
-    count: int = 32  # number of buckets
-    max_distance: int = 128  # all larger distances share a bucket
+    count: Annotated[int, within(4, MAX_BUCKETS)] = 32  # number of buckets
+    max_distance: Annotated[int, within(high=MAX_CONTEXT)] = 128  # all larger distances share a bucket
     shared: bool = True  # whether all blocks of a stack use one table
 
     adds_bias = True  # whether it adds a bias to the scores
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 4, "count")
-        check_at_most(self, MAX_BUCKETS, "count")
-        check_at_most(self, MAX_CONTEXT, "max_distance")
         half = self.count // 2
         if self.max_distance <= half:
             raise ConfigError(
@@ -145,13 +140,12 @@ class Sinusoid:
     kind: Literal["sinusoid"] = "sinusoid"  # the name of this scheme in JSON
     form: Literal["interleaved", "halves", "fairseq", "grid"] = "interleaved"  # grid: rows and columns of an image
     base: float = 10000.0  # the largest wavelength is about 2 pi times this
-    offset: int = 0  # the first position
+    offset: Annotated[int, within(high=MAX_CONTEXT)] = 0  # the first position
 
     def __post_init__(self) -> None:
         check_types(self)
         if self.base <= 1:
             raise ConfigError(f"sinusoid base={self.base} must be above 1; 10000.0 is usual")
-        check_at_most(self, MAX_CONTEXT, "offset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +153,11 @@ class Learned:
     """A learned vector for each position up to the context; the first `offset` rows of the table are unused."""
 
     kind: Literal["learned"] = "learned"  # the name of this scheme in JSON
-    offset: int = 0  # number of unused rows at the start of the table (BART)
+    # number of unused rows at the start of the table (BART)
+    offset: Annotated[int, within(0, MAX_POSITION_WEIGHTS)] = 0
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 0, "offset")
-        check_at_most(self, MAX_POSITION_WEIGHTS, "offset")
 
 
 PositionScheme = Literal["none", "sinusoid", "learned", "rotary", "alibi", "buckets"]
@@ -244,7 +237,7 @@ class NormConfig:
 
     # layer norm, RMS norm, batch norm with statistics over all rows and positions, or no normalization
     kind: NormKind = "layer"
-    eps: float = 1e-5  # added to the variance or to the mean square
+    eps: Annotated[float, within(0)] = 1e-5  # added to the variance or to the mean square
     # which learned vectors are applied after normalization
     affine: Literal["scale_shift", "scale", "none"] = "scale_shift"
     unit_offset: bool = False  # the scale is 1 + weight (Gemma, Nemotron)
@@ -252,7 +245,6 @@ class NormConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 0, "eps")
         if self.affine not in self.row.affine:
             choices = " or ".join(map(repr, self.row.affine))
             raise ConfigError(f"a norm of kind {self.kind!r} has no affine={self.affine!r}; write affine={choices}")
@@ -272,39 +264,37 @@ class AttentionConfig:
 
     # "softmax": weights are a softmax of the scores; "linear": products of features, in time linear in the length
     kind: Literal["softmax", "linear"] = "softmax"
-    heads: int  # H, the number of query heads
-    kv_heads: int | None = None  # G, the number of key/value heads; None: one per query head
-    head_dim: int | None = None  # K, the size of a query and key head; None: width / heads
-    value_dim: int | None = None  # size of a value head; None: head_dim
+    heads: Annotated[int, within(1, MAX_HEADS)]  # H, the number of query heads
+    # G, the number of key/value heads; None: one per query head
+    kv_heads: Annotated[int | None, within(1, MAX_HEADS)] = None
+    # K, the size of a query and key head; None: width / heads
+    head_dim: Annotated[int | None, within(1, MAX_WIDTH)] = None
+    value_dim: Annotated[int | None, within(1, MAX_WIDTH)] = None  # size of a value head; None: head_dim
     bias: str = "qkvo"  # the projections with a bias, letters of q, k, v, o
-    scale: float | None = None  # factor on the scores; None: 1 / sqrt(head_dim)
+    scale: Annotated[float | None, check_positive] = None  # factor on the scores; None: 1 / sqrt(head_dim)
     # "causal": a token sees itself and earlier tokens; "prefix": also the whole prefix; "full": all tokens
     mask: Literal["causal", "prefix", "full"] = "causal"
-    window: int | None = None  # a token sees keys closer than this, itself included; no faster with ALiBi or buckets
+    # a token sees keys closer than this, itself included; no faster with ALiBi or buckets
+    window: Annotated[int | None, within(1, MAX_CONTEXT)] = None
     global_tokens: bool = False  # marked tokens attend and are attended beyond the window (Longformer)
-    random_blocks: int = 0  # number of random blocks beyond the window (BigBird)
-    block_size: int = 64  # number of positions in a random block
+    random_blocks: Annotated[int, within(0, MAX_CONTEXT)] = 0  # number of random blocks beyond the window (BigBird)
+    block_size: Annotated[int, within(1, MAX_CONTEXT)] = 64  # number of positions in a random block
     random_seed: int = 0  # seed for the choice of random blocks
     positions: AttentionPositions | None = None  # position scheme inside attention
     qk_norm: NormConfig | None = None  # norm of queries and keys
     # "head": all heads share the weights of the norm; "each_head": each has its own; "width": one norm over all heads
     qk_norm_over: Literal["head", "each_head", "width"] = "head"
-    softcap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2)
-    clip: float | None = None  # queries, keys and values clamped to +-clip (OLMo, MPT)
+    softcap: Annotated[float | None, check_positive] = None  # scores become cap * tanh(score / cap) (Gemma 2)
+    clip: Annotated[float | None, check_positive] = None  # queries, keys and values clamped to +-clip (OLMo, MPT)
     sinks: bool = False  # for each head a learned extra score in the denominator of the softmax (gpt-oss)
     kept_heads: tuple[int, ...] = ()  # indices of the heads left after pruning; (): all
-    unpruned_heads: int | None = None  # number of heads before pruning, for which position biases are computed
-    dropout: float = 0.0  # dropout probability of the attention weights, which linear attention does not compute
+    # number of heads before pruning, for which position biases are computed
+    unpruned_heads: Annotated[int | None, within(high=MAX_HEADS)] = None
+    # dropout probability of the attention weights, which linear attention does not compute
+    dropout: Annotated[float, check_fraction] = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 1, "heads", "kv_heads", "head_dim", "value_dim", "window", "block_size")
-        check_at_least(self, 0, "random_blocks")
-        check_at_most(self, MAX_HEADS, "heads", "kv_heads", "unpruned_heads")
-        check_at_most(self, MAX_WIDTH, "head_dim", "value_dim")
-        check_at_most(self, MAX_CONTEXT, "window", "block_size", "random_blocks")
-        check_positive(self, "scale", "softcap", "clip")
-        check_fraction(self, "dropout")
         if self.heads % self.num_kv_heads:
             fix = nearest_divisor(self.heads, self.num_kv_heads)
             raise ConfigError(f"kv_heads={self.num_kv_heads} does not divide heads={self.heads}; try kv_heads={fix}")
@@ -412,16 +402,14 @@ class AttentionConfig:
 class ExpertsConfig:
     """A mixture of experts in place of one feed-forward network."""
 
-    count: int  # number of experts
-    top_k: int = 2  # number of experts for each token
+    count: Annotated[int, within(1, MAX_EXPERTS)]  # number of experts
+    top_k: Annotated[int, within(1, MAX_EXPERTS)] = 2  # number of experts for each token
     # how experts are weighted: softmax over all, then renormalized or not, or softmax over the chosen ones
     router: Literal["softmax_renormalized", "softmax", "top_k_softmax"] = "softmax_renormalized"
     router_bias: bool = False  # whether the router has a bias
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 1, "count", "top_k")
-        check_at_most(self, MAX_EXPERTS, "count", "top_k")
         if self.top_k > self.count:
             raise ConfigError(
                 f"top_k={self.top_k} is more than count={self.count} experts; write top_k={self.count} or less"
@@ -432,20 +420,18 @@ class ExpertsConfig:
 class FeedForwardConfig:
     """The feed-forward network, or each of its experts."""
 
-    hidden: int  # F, the hidden size; 0: no feed-forward network
+    hidden: Annotated[int, within(high=MAX_HIDDEN)]  # F, the hidden size; 0: no feed-forward network
     activation: Activation = "gelu"  # the nonlinearity
     gated: bool = False  # down(activation(gate(x)) * up(x)), as in GLU, SwiGLU, GeGLU
-    clamp: float | None = None  # only if gated: gate and up are clamped to this, and 1 is added to up (gpt-oss)
+    # only if gated: gate and up are clamped to this, and 1 is added to up (gpt-oss)
+    clamp: Annotated[float | None, check_positive] = None
     bias: bool = True  # whether the projections have biases
-    dropout: float = 0.0  # dropout probability after the activation
+    dropout: Annotated[float, check_fraction] = 0.0  # dropout probability after the activation
     experts: ExpertsConfig | None = None  # a mixture of experts; None: a single network
 
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 0 if self.experts is None else 1, "hidden")
-        check_at_most(self, MAX_HIDDEN, "hidden")
-        check_fraction(self, "dropout")
-        check_positive(self, "clamp")
         if self.clamp is not None and not self.gated:
             raise ConfigError("clamp is for gated feed-forward networks; write gated=True, or drop clamp")
 
@@ -456,30 +442,27 @@ class HeadConfig:
 
     # what the head predicts
     kind: Literal["language_model", "masked_lm", "classifier", "regression", "tagger", "spans", "pooled"]
-    classes: int | None = None  # number of classes of a classifier or tagger, or of numbers that a regression predicts
+    # number of classes of a classifier or tagger, or of numbers that a regression predicts
+    classes: Annotated[int | None, within(1, MAX_CLASSES)] = None
     multi_label: bool = False  # classifier: a sequence may have several classes, each with a probability of its own
     bias: Literal["none", "learned", "fixed"] = "none"  # fixed: stored, not trained (final_logits_bias of BART)
     pooling: Literal["first", "last", "mean"] = "first"  # which hidden state represents the sequence
     pooler: Literal["none", "tanh", "relu", "gelu"] = "none"  # activation of a linear layer after pooling (BERT)
     normalize: bool = False  # scale pooled vectors to length one
-    project: int | None = None  # size of a linear projection of pooled vectors, without a bias (CLIP)
+    # size of a linear projection of pooled vectors, without a bias (CLIP)
+    project: Annotated[int | None, within(1, MAX_WIDTH)] = None
     teacher: bool = False  # average with a second classifier on the distillation token (DeiT)
     transform: Activation | None = None  # masked LM: linear layer, activation and norm before the output
     transform_bias: bool = True  # whether the linear layer of `transform` has a bias
     norm: NormConfig | None = None  # norm before the output
     scale: float | Literal["inverse_sqrt_width"] = 1.0  # factor on the logits (T5, Cohere, Granite)
-    softcap: float | None = None  # logits become cap * tanh(logit / cap) (Gemma 2)
-    dropout: float = 0.0  # dropout probability before the output
+    softcap: Annotated[float | None, check_positive] = None  # logits become cap * tanh(logit / cap) (Gemma 2)
+    dropout: Annotated[float, check_fraction] = 0.0  # dropout probability before the output
 
     def __post_init__(self) -> None:
         if self.kind == "regression" and self.classes is None:
             object.__setattr__(self, "classes", 1)
         check_types(self)
-        check_at_least(self, 1, "classes", "project")
-        check_at_most(self, MAX_CLASSES, "classes")
-        check_at_most(self, MAX_WIDTH, "project")
-        check_positive(self, "softcap")
-        check_fraction(self, "dropout")
         if self.kind not in SEQUENCE_HEADS and (self.pooling != "first" or self.pooler != "none"):
             raise ConfigError(f"a {self.kind} head predicts for each token and pools nothing; drop pooling and pooler")
         if self.kind == "pooled" and (self.scale != 1.0 or self.softcap is not None or self.bias != "none"):
@@ -508,18 +491,17 @@ class InitConfig:
     """The initialization scheme of the weights (see nn/initialize.py), and its standard deviation."""
 
     kind: Literal["normal", "xavier", "t5", "small"] = "normal"  # the scheme
-    std: float = 0.02  # standard deviation, for the schemes that need one
+    std: Annotated[float, within(0)] = 0.02  # standard deviation, for the schemes that need one
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 0, "std")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
     """One Transformer block."""
 
-    width: int  # D, the size of the hidden states
+    width: Annotated[int, within(1, MAX_WIDTH)]  # D, the size of the hidden states
     attention: AttentionConfig  # self-attention
     feedforward: FeedForwardConfig  # the feed-forward network
     cross: AttentionConfig | None = None  # cross-attention to the encoder
@@ -531,13 +513,10 @@ class BlockConfig:
     residual: Literal["sequential", "parallel", "parallel_shared", "none"] = "sequential"
     residual_scale: float = 1.0  # factor on the output of each sublayer (Granite)
     layer_scale: float | None = None  # initial value of a learned gain for each output channel (DINOv2)
-    dropout: float = 0.0  # dropout probability of the output of each sublayer
+    dropout: Annotated[float, check_fraction] = 0.0  # dropout probability of the output of each sublayer
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 1, "width")
-        check_at_most(self, MAX_WIDTH, "width")
-        check_fraction(self, "dropout")
         self.attention.check_width(self.width)
         if self.is_parallel and (self.norm_place != "pre" or self.cross is not None):
             raise ConfigError(
@@ -585,13 +564,11 @@ class Repeat:
     """A sequence of blocks, repeated `times` times; if `tied`, all repetitions share their weights (ALBERT)."""
 
     blocks: tuple[BlockConfig, ...]  # the sequence of blocks
-    times: int = 1  # how often it is repeated
+    times: Annotated[int, within(1, MAX_LAYERS)] = 1  # how often it is repeated
     tied: bool = False  # whether the repetitions share their weights (ALBERT)
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 1, "times")
-        check_at_most(self, MAX_LAYERS, "times")
         if not self.blocks:
             raise ConfigError("a Repeat needs at least one block; add one to blocks")
 
@@ -650,26 +627,24 @@ class EmbeddingConfig:
     """A token input: embedding, positions, segments and norm."""
 
     kind: Literal["tokens"] = "tokens"  # the name of this input in JSON
-    vocab: int  # V, the size of the vocabulary
-    context: int | None = None  # length of the longest sequence in training; a limit for learned positions
-    dim: int | None = None  # size of the token embedding, which is projected to the width (ALBERT); None: the width
+    vocab: Annotated[int, within(1, MAX_VOCAB)]  # V, the size of the vocabulary
+    # length of the longest sequence in training; a limit for learned positions
+    context: Annotated[int | None, within(1)] = None
+    # size of the token embedding, which is projected to the width (ALBERT); None: the width
+    dim: Annotated[int | None, within(1, MAX_WIDTH)] = None
     projection: Literal["last", "first"] = "last"  # project after positions and norm (ALBERT) or before (OPT-350m)
     projection_bias: bool = True  # whether that projection has a bias
     scale: float | Literal["sqrt_width"] = 1.0  # factor on the token embedding
     positions: Learned | Sinusoid | None = None  # positions added to the embedding
-    segments: int = 0  # number of token types; 0: none
+    segments: Annotated[int, within(0, MAX_VOCAB)] = 0  # number of token types; 0: none
     norm: NormConfig | None = None  # norm of the embedding
-    dropout: float = 0.0  # dropout probability of the embedding
-    word_dropout: float = 0.0  # rate of tokens whose whole embedding is zeroed (cf. Gal and Ghahramani 2016)
+    dropout: Annotated[float, check_fraction] = 0.0  # dropout probability of the embedding
+    # rate of tokens whose whole embedding is zeroed (cf. Gal and Ghahramani 2016)
+    word_dropout: Annotated[float, check_fraction] = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 1, "vocab", "context", "dim")
-        check_at_least(self, 0, "segments")
-        check_at_most(self, MAX_VOCAB, "vocab", "segments")
         check_at_most(self, MAX_POSITION_WEIGHTS if isinstance(self.positions, Learned) else MAX_CONTEXT, "context")
-        check_at_most(self, MAX_WIDTH, "dim")
-        check_fraction(self, "dropout", "word_dropout")
         if isinstance(self.positions, Learned) and self.context is None:
             raise ConfigError("learned positions need a context, which is the number of positions; write context=…")
         if isinstance(self.positions, Sinusoid) and self.positions.form == "grid":
@@ -681,24 +656,20 @@ class PatchConfig:
     """An image input, cut into patches of patch × patch pixels that become tokens."""
 
     kind: Literal["patches"] = "patches"  # the name of this input in JSON
-    image: int  # height and width of the image in pixels
-    patch: int  # height and width of a patch in pixels
-    channels: int = 3  # number of colours of a pixel
+    image: Annotated[int, within(1, MAX_IMAGE)]  # height and width of the image in pixels
+    patch: Annotated[int, within(1, MAX_IMAGE)]  # height and width of a patch in pixels
+    channels: Annotated[int, within(1, MAX_IMAGE)] = 3  # number of colours of a pixel
     class_token: bool = True  # whether a learned token comes before the patches
     distillation_token: bool = False  # a second token with a position, read by the `teacher` head (DeiT)
-    registers: int = 0  # additional learned tokens before the patches
+    registers: Annotated[int, within(0, MAX_IMAGE)] = 0  # additional learned tokens before the patches
     mask_token: bool = False  # a learned vector that replaces marked patches (DINOv2)
     bias: bool = True  # whether the projection of patches has a bias
     positions: Learned | Sinusoid | None = Learned()  # positions added to the embedding
     norm: NormConfig | None = None  # norm of the embedding
-    dropout: float = 0.0  # dropout probability of the embedding
+    dropout: Annotated[float, check_fraction] = 0.0  # dropout probability of the embedding
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 1, "image", "patch", "channels")
-        check_at_least(self, 0, "registers")
-        check_at_most(self, MAX_IMAGE, "image", "patch", "channels", "registers")
-        check_fraction(self, "dropout")
         if isinstance(self.positions, Learned) and self.positions.offset:
             raise ConfigError("patches are counted from 0; write positions=Learned() without an offset")
         if self.distillation_token and not self.class_token:
@@ -737,18 +708,14 @@ class FramesConfig:
     """An audio input: two convolutions over three frames each, the second with stride two (Whisper)."""
 
     kind: Literal["frames"] = "frames"  # the name of this input in JSON
-    channels: int  # features of a frame
-    context: int  # positions after the second convolution
+    channels: Annotated[int, within(1, MAX_IMAGE)]  # features of a frame
+    context: Annotated[int, within(1, MAX_POSITION_WEIGHTS)]  # positions after the second convolution
     positions: Learned | Sinusoid | None = Learned()  # positions added to the embedding
     norm: NormConfig | None = None  # norm of the embedding
-    dropout: float = 0.0  # dropout probability of the embedding
+    dropout: Annotated[float, check_fraction] = 0.0  # dropout probability of the embedding
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 1, "channels", "context")
-        check_at_most(self, MAX_IMAGE, "channels")
-        check_at_most(self, MAX_POSITION_WEIGHTS, "context")
-        check_fraction(self, "dropout")
         if isinstance(self.positions, Learned) and self.positions.offset:
             raise ConfigError("frames are counted from 0; write positions=Learned() without an offset")
         if isinstance(self.positions, Sinusoid) and self.positions.form == "grid":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from monoblock.config.families import bart, bert, gpt, llama, t5, vaswani, vit
-from monoblock.config.knobs import FieldValues, rebuild
+from monoblock.config.knobs import FieldValues, rebuild, vary
 from monoblock.config.model import (
     AttentionConfig,
     BlockConfig,
@@ -65,6 +65,7 @@ class Preset:
     unverified: str = ""
 
 
+LLAMA_8B = llama(vocab=32_000, width=4096, depth=32, heads=32, kv_heads=8, hidden=14_336, context=32_768, eps=1e-5)
 PRESETS: dict[str, Preset] = {
     "vaswani-base": Preset(
         config=vaswani(vocab=37_000, dropout=0.1),
@@ -179,50 +180,19 @@ PRESETS: dict[str, Preset] = {
         hub="meta-llama/Llama-2-70b-hf",
     ),
     "llama3-8b": Preset(
-        config=llama(
-            vocab=128_256,
-            width=4096,
-            depth=32,
-            heads=32,
-            kv_heads=8,
-            hidden=14_336,
-            context=8192,
-            eps=1e-5,
-            rotary_base=500_000.0,
-        ),
+        config=vary(LLAMA_8B, vocab=128_256, context=8192, rotary_base=500_000.0),
         parameters=8_030_261_248,
         source="Grattafiori et al. 2024",
         hub="meta-llama/Meta-Llama-3-8B",
     ),
     "mistral-7b": Preset(
-        config=llama(
-            vocab=32_000,
-            width=4096,
-            depth=32,
-            heads=32,
-            kv_heads=8,
-            hidden=14_336,
-            context=32_768,
-            eps=1e-5,
-            window=4096,
-        ),
+        config=vary(LLAMA_8B, window=4096),
         parameters=7_241_732_096,
         source="Jiang et al. 2023",
         hub="mistralai/Mistral-7B-v0.1",
     ),
     "mixtral-8x7b": Preset(
-        config=llama(
-            vocab=32_000,
-            width=4096,
-            depth=32,
-            heads=32,
-            kv_heads=8,
-            hidden=14_336,
-            context=32_768,
-            eps=1e-5,
-            rotary_base=1e6,
-            experts=8,
-        ),
+        config=vary(LLAMA_8B, rotary_base=1e6, experts=8),
         parameters=46_702_792_704,
         source="Jiang et al. 2024",
         hub="mistralai/Mixtral-8x7B-v0.1",

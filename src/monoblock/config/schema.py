@@ -7,8 +7,9 @@ written. `from_dict` rejects unknown keys: a typo never becomes a silent default
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from sys import float_info
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -34,14 +35,10 @@ class FieldError(ConfigError):
         return FieldError(path, self.field, self.problem)
 
 
-_type_hints_cache: dict[type, dict[str, Any]] = {}
-
-
+@functools.cache
 def _type_hints(cls: type) -> dict[str, Any]:
-    """Return the resolved annotations of a class, cached."""
-    if cls not in _type_hints_cache:
-        _type_hints_cache[cls] = get_type_hints(cls)
-    return _type_hints_cache[cls]
+    """Return the resolved annotations of a class."""
+    return get_type_hints(cls)
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
@@ -79,8 +76,15 @@ def _describe_hint(hint: Any) -> str:
     return " or ".join(words)
 
 
+@functools.cache
+def _field_checks(cls: type) -> list[tuple[str, Callable[[Any, str], None]]]:
+    """Return the names of fields, each with a check in its annotation: `Annotated[float, check_fraction]`."""
+    hints = get_type_hints(cls, include_extras=True).items()
+    return [(name, check) for name, hint in hints for check in getattr(hint, "__metadata__", ())]
+
+
 def check_types(config: Any) -> None:
-    """Raise ConfigError unless every field of this dataclass matches its annotation."""
+    """Raise ConfigError unless every field of this dataclass matches its annotation, and passes the checks in it."""
     for name, hint in _type_hints(type(config)).items():
         value = getattr(config, name)
         members = union_members(hint)
@@ -90,6 +94,8 @@ def check_types(config: Any) -> None:
                 literals = [member for member in members if get_origin(member) is Literal]
                 suggestion = did_you_mean(value, [choice for literal in literals for choice in get_args(literal)])
             raise _field_error(config, name, f"={value!r} is not {_describe_hint(hint)}{suggestion}")
+    for name, check in _field_checks(type(config)):
+        check(config, name)
 
 
 def _field_error(config: Any, name: str, problem: str) -> FieldError:
@@ -112,6 +118,18 @@ def check_at_most(config: Any, maximum: int, *names: str) -> None:
             raise _field_error(config, name, f"={shorten_int(value)} is too large; write {maximum} or less")
 
 
+def within(low: float | None = None, high: int | None = None) -> Callable[[Any, str], None]:
+    """Return the check of bounds for the annotation of a field: `Annotated[int, within(1, MAX_HEADS)]`."""
+
+    def check(config: Any, name: str) -> None:
+        if low is not None:
+            check_at_least(config, low, name)
+        if high is not None:
+            check_at_most(config, high, name)
+
+    return check
+
+
 def shorten_int(value: int) -> str:
     """Return a number for an error message, where thousands of digits would help nobody."""
     return str(value) if value < 2**63 else f"2**{value.bit_length() - 1} or more"
@@ -127,10 +145,10 @@ def check_positive(config: Any, *names: str) -> None:
 
 
 def check_fraction(config: Any, *names: str) -> None:
-    """Raise ConfigError unless the named numbers are in [0, 1), as dropout rates are."""
+    """Raise ConfigError unless the named numbers are in [0, 1), as dropout rates are; None is allowed."""
     for name in names:
         value = getattr(config, name)
-        if not 0 <= value < 1:
+        if value is not None and not 0 <= value < 1:
             raise _field_error(config, name, f"={value} is not a rate; write 0 or more and less than 1")
 
 

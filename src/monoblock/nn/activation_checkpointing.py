@@ -59,27 +59,21 @@ def _selective_contexts() -> Contexts:
 
 def _choose_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Return whether the outputs of an operator are kept."""
-    namespace, name = _operator_name(operator)
+    namespace, name = "", str(operator)  # of a higher-order operator, such as flex_attention
+    if isinstance(operator, torch._ops.OpOverload):
+        namespace, name = operator.namespace, operator._schema.name.split("::")[1]  # "aten", "addmm"
     is_kept = "attention" in name or name in KEPT_OPERATORS or namespace in KERNEL_NAMESPACES
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _operator_name(operator: Any) -> tuple[str, str]:
-    """Return namespace and name of an operator, without its overload: ("aten", "addmm")."""
-    if isinstance(operator, torch._ops.OpOverload):
-        return operator.namespace, operator._schema.name.split("::")[1]
-    return "", str(operator)  # a higher-order operator, such as flex_attention
-
-
 def _eager_contexts(block: nn.Module, mode: CheckpointMode) -> Contexts:
-    """Return the contexts of the forward pass and of the recomputation."""
+    """Return the contexts of the forward pass and of the recomputation, in which no batch is counted twice."""
     is_selective = mode == "selective" and not has_statistics(block)
     forward, recomputation = _selective_contexts() if is_selective else (nullcontext(), nullcontext())
-    return forward, _restored_state(block, recomputation)
 
+    @contextmanager
+    def restored_state() -> Iterator[None]:
+        with frozen_statistics(block), recomputation:
+            yield
 
-@contextmanager
-def _restored_state(block: nn.Module, recomputation: AbstractContextManager[Any]) -> Iterator[None]:
-    """The state in which a block is recomputed: as in the forward pass, and its batch is counted once."""
-    with frozen_statistics(block), recomputation:
-        yield
+    return forward, restored_state()

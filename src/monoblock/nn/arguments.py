@@ -45,7 +45,8 @@ def token_positions(
     if flags is not None and not uses_flags:
         raise InputError("flags mark a prefix or global tokens, but no block of this model uses them; drop them")
     if isinstance(documents, PackedDocuments):
-        reject_with_packed(mask=mask, positions=positions, cache=cache)
+        fix = "cannot be used with PackedDocuments; drop it, or give documents as a tensor"
+        reject_arguments(fix, mask=mask, positions=positions, cache=cache)
         return TokenPositions(documents.positions(), documents.numbers, prefix_or_global=flags, packed=documents)
     valid = valid_mask(mask, ids)
     start = 0 if cache is None else cache.common_length
@@ -138,23 +139,16 @@ def _is_transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def reject_arguments(config: ModelConfig, **arguments: object) -> None:
+def reject_arguments(reason: str, **arguments: object) -> None:
+    """Raise InputError if one of these arguments is given; its name is put before the reason."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise InputError(f"{name} {reason}")
+
+
+def reject_unused(config: ModelConfig, **arguments: object) -> None:
     """Raise InputError if an argument is given that a model of this family does not use."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise InputError(f"{name} was given, but this {config.family} model has no use for it; drop it")
-
-
-def reject_with_packed(**arguments: object) -> None:
-    """Raise InputError if an argument is given that packed documents leave no room for."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise InputError(f"{name} cannot be used with PackedDocuments; drop it, or give documents as a tensor")
-
-
-def reject_documents(documents: object) -> None:
-    if documents is not None:
-        raise InputError("an encoder-decoder has two texts; give source_documents and target_documents, not documents")
+    reject_arguments(f"was given, but this {config.family} model has no use for it; drop it", **arguments)
 
 
 def check_documents(
@@ -250,11 +244,6 @@ def select_tokens(hidden: Tensor, logits_at: Tensor, head: HeadConfig | None) ->
     """Return the hidden states (B, n, D) of the tokens with the indices `logits_at` (B, n), after checking these."""
     if head is not None and head.kind in SEQUENCE_HEADS:
         raise InputError("the head of this model gives one output for a sequence; leave logits_at=None")
-    _check_logits_at(logits_at, hidden)
-    return hidden[torch.arange(hidden.shape[0], device=hidden.device)[:, None], logits_at]
-
-
-def _check_logits_at(logits_at: Tensor, hidden: Tensor) -> None:
     B, T, _ = hidden.shape
     if logits_at.dim() != 2 or logits_at.shape[0] != B or logits_at.dtype not in INTEGER_DTYPES:
         raise InputError(
@@ -266,6 +255,7 @@ def _check_logits_at(logits_at: Tensor, hidden: Tensor) -> None:
         if not -T <= low <= high < T:
             wrong = low if low < -T else high
             raise InputError(f"logits_at holds {wrong}, but there are {T} tokens; give indices from {-T} to {T - 1}")
+    return hidden[torch.arange(B, device=hidden.device)[:, None], logits_at]
 
 
 def valid_mask(mask: Tensor | None, ids: Tensor) -> Tensor | None:

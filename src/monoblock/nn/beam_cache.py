@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from monoblock.config.model import StackConfig
-from monoblock.nn.cache import BeamSlots, Cache, CacheWrite, CrossAttentionCache
+from monoblock.nn.cache import BeamSlots, Cache, CacheWrite, KeyValueStore
 from monoblock.nn.masks import Mask, MaskTerm, TokenPositions
 
 SAME_HYPOTHESIS = "same_hypothesis"  # the name of the mask of a beam search
@@ -74,36 +74,30 @@ class BeamCache(Cache):
 
         prompts: a cache whose columns hold tokens in order; `lengths` (prompts,) is the length of each prompt.
         """
-        count, longest = prompts.batch, prompts.max_length
+        count, longest, memory, source = (
+            prompts.batch,
+            prompts.max_length,
+            self.memory_positions,
+            prompts.memory_positions,
+        )
         self.lengths.zero_()
         self.lengths[:count] = lengths
         is_prompt = torch.arange(self.max_tokens, device=lengths.device) < self.lengths[:, None]
         self.writers.copy_(torch.where(is_prompt[:, None], 0, self.beams))
-        for layer, source in zip(self.layers, prompts.layers, strict=True):
-            for name in ("keys", "values"):
-                tokens = getattr(source, name)[:, :, :longest]
-                if getattr(layer, name) is None:
-                    setattr(
-                        layer, name, tokens.new_zeros(self.batch, tokens.shape[1], self.capacity + 1, tokens.shape[3])
-                    )
-                getattr(layer, name)[:count, :, : longest * self.beams : self.beams] = tokens
-        self._copy_sources(prompts)
-
-    def _copy_sources(self, prompts: Cache) -> None:
-        memory, source = self.memory_positions, prompts.memory_positions
+        for layer, prompt_layer in zip(self.layers, prompts.layers, strict=True):
+            self._copy(prompt_layer, layer, longest, self.capacity + 1, step=self.beams)
         if memory is None or memory.valid is None or source is None:
             return
         memory.valid.zero_()
-        memory.valid[: prompts.batch, : source.length] = True if source.valid is None else source.valid
-        for layer, cross in zip(self.cross_layers, prompts.cross_layers, strict=True):
-            if layer is not None and cross is not None:
-                self._copy_source(layer, cross)
+        memory.valid[:count, : source.length] = True if source.valid is None else source.valid
+        for cross, prompt_cross in zip(self.cross_layers, prompts.cross_layers, strict=True):
+            if cross is not None and prompt_cross is not None:
+                self._copy(prompt_cross, cross, source.length, memory.length)
 
-    def _copy_source(self, layer: CrossAttentionCache, cross: CrossAttentionCache) -> None:
-        assert self.memory_positions is not None
+    def _copy(self, source: KeyValueStore, target: KeyValueStore, length: int, columns: int, *, step: int = 1) -> None:
+        """Copy the first `length` keys and values to every `step`-th column; make the columns if there are none."""
         for name in ("keys", "values"):
-            tokens = getattr(cross, name)  # (prompts, G, S, size)
-            count, groups, length, size = tokens.shape
-            if getattr(layer, name) is None:
-                setattr(layer, name, tokens.new_zeros(self.batch, groups, self.memory_positions.length, size))
-            getattr(layer, name)[:count, :, :length] = tokens
+            tokens = getattr(source, name)[:, :, :length]  # (prompts, G, length, size)
+            if getattr(target, name) is None:
+                setattr(target, name, tokens.new_zeros(self.batch, tokens.shape[1], columns, tokens.shape[3]))
+            getattr(target, name)[: len(tokens), :, : length * step : step] = tokens

@@ -158,14 +158,8 @@ class Cache:
 
     def select(self, rows: Tensor) -> None:
         """Keep the rows with the given indices, in that order; an index may occur several times."""
-        self.lengths, self.max_written = self.lengths[rows], self.max_written[rows]
-        for index in self.index_by_capacity.values():
-            index.select(rows)
-        for layer in (*self.layers, *self.cross_layers):
-            if layer is not None:
-                layer.map_tensors(lambda t: t[rows])
-        if self.memory_positions is not None:
-            self.memory_positions = self.memory_positions.map_tensors(lambda t: t[rows] if t.shape[0] > 1 else t)
+        batch = self.batch  # positions of the source that all rows share have one row
+        self.map_tensors(lambda t: t[rows] if t.shape[0] == batch else t)
 
     def fork(self, row: int) -> None:
         """Append a copy of one row."""
@@ -177,11 +171,9 @@ class Cache:
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor of the cache by fn(tensor), for example to copy it to another device or dtype."""
         self.lengths, self.max_written = fn(self.lengths), fn(self.max_written)
-        for index in self.index_by_capacity.values():
-            index.map_tensors(fn)
-        for layer in (*self.layers, *self.cross_layers):
-            if layer is not None:
-                layer.map_tensors(fn)
+        for part in (*self.index_by_capacity.values(), *self.layers, *self.cross_layers):
+            if part is not None:
+                part.map_tensors(fn)
         if self.memory_positions is not None:
             self.memory_positions = self.memory_positions.map_tensors(fn)
 
@@ -326,18 +318,11 @@ class CacheIndex:
             return torch.ones_like(lengths, dtype=torch.bool)
         return (max_written - self.capacity).clamp(min=0) <= (lengths + 1 - self.window).clamp(min=0)
 
-    def select(self, rows: Tensor) -> None:
-        self.map_tensors(lambda t: t[rows])
-
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by fn(tensor)."""
-        for name, tensor in self.tensors().items():
-            setattr(self, name, fn(tensor))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the fields that are set, by name."""
-        fields = {name: getattr(self, name) for name in POSITION_FIELDS}
-        return {name: tensor for name, tensor in fields.items() if tensor is not None}
+        for name in POSITION_FIELDS:
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else fn(tensor))
 
 
 def _concatenate_positions(old: TokenPositions, new: TokenPositions, batch: int) -> TokenPositions:

@@ -75,7 +75,7 @@ class Head(nn.Module):
         table: Float[Tensor, "V dim"] | nn.Module | None = None,
         output_linear: OutputLinear | None = None,
         tap: Tap | None = None,
-    ) -> Float[Tensor, "B ..."]:
+    ) -> Float[Tensor, ...]:
         """Apply the head to hidden states; `table` is the token embedding that a tied output multiplies by.
 
         `output_linear` replaces the last matrix product, and its result is returned (see `takes_output_linear`).
@@ -100,9 +100,15 @@ class Head(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         x = F.dropout(x, config.dropout, self.training)
+        x = x if self.scale == 1.0 else x * self.scale
+        bias = self.bias if self.bias is not None else self.fixed_bias
         if output_linear is not None:
-            return output_linear(*self._output_operands(x, table))
-        logits = self._logits(x, table)
+            weight = table if self.output is None else self.output.weight
+            assert isinstance(weight, Tensor)
+            return output_linear(x, weight, bias)
+        logits = self._tied_product(x, table, bias) if self.output is None else self._own_product(x, bias)
+        if config.softcap is not None:
+            logits = config.softcap * torch.tanh(logits / config.softcap)
         if self.teacher is not None:  # a second classifier, on the distillation token (Touvron et al. 2021)
             logits = (logits + self.teacher(hidden[:, 1])) / 2
         return apply_tap(tap, "logits", logits)
@@ -111,20 +117,6 @@ class Head(nn.Module):
         """Return whether the head only multiplies by a plain matrix at its end, so that a function can replace this."""
         is_product = self.config.kind in VOCABULARY_HEADS and self.config.softcap is None and self.teacher is None
         return is_product and isinstance(table if self.output is None else self.output, (Tensor, Linear))
-
-    def _output_operands(self, x: Tensor, table: Tensor | nn.Module | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return input, weight and bias of the last matrix product."""
-        weight = table if self.output is None else self.output.weight
-        assert isinstance(weight, Tensor)
-        x = x if self.scale == 1.0 else x * self.scale
-        return x, weight, self.bias if self.bias is not None else self.fixed_bias
-
-    def _logits(self, x: Tensor, table: Tensor | nn.Module | None) -> Tensor:
-        bias = self.bias if self.bias is not None else self.fixed_bias
-        x = x if self.scale == 1.0 else x * self.scale
-        logits = self._tied_product(x, table, bias) if self.output is None else self._own_product(x, bias)
-        cap = self.config.softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _tied_product(self, x: Tensor, table: Tensor | nn.Module | None, bias: Tensor | None) -> Tensor:
         """Multiply x by the token embedding, which is a matrix (V, dim) or a quantized module."""

@@ -111,19 +111,28 @@ class Mask:
 
     terms: tuple[MaskTerm, ...] = ()
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        predicate: MaskPredicate,
+        *,
+        reach: int | None = None,
+        tile_predicate: TilePredicate | None = None,
+        features: tuple[tuple[str, Feature], ...] = (),
+    ) -> Mask:
+        """Return a mask of one term."""
+        return cls((MaskTerm(name, predicate, reach, tile_predicate, features),))
+
     def __and__(self, other: Mask) -> Mask:
         return Mask(self.terms + other.terms)
 
     def __or__(self, other: Mask) -> Mask:
-        return Mask(
-            (
-                MaskTerm(
-                    f"({self} | {other})",
-                    lambda q, k: self.allows(q, k) | other.allows(q, k),
-                    tile_predicate=lambda q, k: self.may_allow(q, k) | other.may_allow(q, k),
-                    features=tuple(feature for term in (*self.terms, *other.terms) for feature in term.features),
-                ),
-            )
+        return Mask.of(
+            f"({self} | {other})",
+            lambda q, k: self.allows(q, k) | other.allows(q, k),
+            tile_predicate=lambda q, k: self.may_allow(q, k) | other.may_allow(q, k),
+            features=tuple(feature for term in (*self.terms, *other.terms) for feature in term.features),
         )
 
     def __str__(self) -> str:
@@ -181,14 +190,12 @@ class Mask:
     def resolve(self, q: TokenPositions, k: TokenPositions) -> ResolvedMask:
         """Find the cheapest way to apply the mask to these queries and keys, without reading the values of a tensor."""
         terms = tuple(term for term in self.terms if not _is_vacuous(term, q, k))
-        if k.valid is not None or (terms and (q.start is None or k.start != 0)):
-            return ResolvedMask("dense", Mask(terms), q, k)
-        if not terms:
+        if k.valid is None and not terms:
             return ResolvedMask("all", Mask(), q, k)
-        if [term.name for term in terms] == ["causal"] and q.start is not None and q.start + q.length == k.length:
-            if q.length == k.length:
+        if k.valid is None and [term.name for term in terms] == ["causal"] and q.start is not None and k.start == 0:
+            if q.start == 0 and q.length == k.length:
                 return ResolvedMask("causal", Mask(terms), q, k)
-            if q.length == 1:  # the last token sees every key
+            if q.length == 1 and q.start + 1 == k.length:  # the last token sees every key
                 return ResolvedMask("all", Mask(), q, k)
         return ResolvedMask("dense", Mask(terms), q, k)
 
@@ -226,23 +233,15 @@ class ResolvedMask:
 # -- masks --------------------------------------------------------------------------------------------------------
 
 everything = Mask()
-causal = Mask(
-    (
-        MaskTerm(
-            "causal",
-            lambda q, k: k.positions <= q.positions,
-            tile_predicate=lambda q, k: k.low.positions <= q.high.positions,
-        ),
-    )
+causal = Mask.of(
+    "causal",
+    lambda q, k: k.positions <= q.positions,
+    tile_predicate=lambda q, k: k.low.positions <= q.high.positions,
 )
-prefix = Mask(
-    (
-        MaskTerm(
-            "prefix",
-            lambda q, k: False if k.prefix_or_global is None else k.prefix_or_global,
-            tile_predicate=lambda q, k: False if k.high.prefix_or_global is None else k.high.prefix_or_global,
-        ),
-    )
+prefix = Mask.of(
+    "prefix",
+    lambda q, k: False if k.prefix_or_global is None else k.prefix_or_global,
+    tile_predicate=lambda q, k: False if k.high.prefix_or_global is None else k.high.prefix_or_global,
 )
 
 
@@ -255,14 +254,10 @@ def _share_document(q: TokenRanges, k: TokenRanges) -> Any:
     return (k.low.document <= q.high.document) & (q.low.document <= k.high.document)
 
 
-same_document = Mask(
-    (
-        MaskTerm(
-            "same_document",
-            lambda q, k: q.document is None or k.document is None or q.document == k.document,
-            tile_predicate=_share_document,
-        ),
-    )
+same_document = Mask.of(
+    "same_document",
+    lambda q, k: q.document is None or k.document is None or q.document == k.document,
+    tile_predicate=_share_document,
 )
 
 
@@ -278,7 +273,7 @@ def window(size: int) -> Mask:
     def predicate(q: TokenPositions, k: TokenPositions) -> Tensor:
         return (q.positions - k.positions).abs() < size
 
-    return Mask((MaskTerm(f"window({size})", predicate, reach=size, tile_predicate=tile_predicate),))
+    return Mask.of(f"window({size})", predicate, reach=size, tile_predicate=tile_predicate)
 
 
 def _is_global(tokens: TokenPositions) -> Any:
@@ -294,14 +289,10 @@ def _has_global(tiles: TokenRanges) -> Any:
 
 
 # Longformer (Beltagy et al. 2020): global tokens see all tokens and are seen by all.
-global_tokens = Mask(
-    (
-        MaskTerm(
-            "global_tokens",
-            lambda q, k: _is_global(q) | _is_global(k),
-            tile_predicate=lambda q, k: _has_global(q) | _has_global(k),
-        ),
-    )
+global_tokens = Mask.of(
+    "global_tokens",
+    lambda q, k: _is_global(q) | _is_global(k),
+    tile_predicate=lambda q, k: _has_global(q) | _has_global(k),
 )
 
 
@@ -330,8 +321,7 @@ def random_blocks(count: int, size: int = 64, seed: int = 0) -> Mask:
         return [draw_block(block, draw) for draw in range(count)]
 
     def drawn_by(tokens: TokenPositions) -> list[Tensor]:
-        features = [tokens.features.get(f"{name}, {draw}") for draw in range(count)]
-        known = [feature for feature in features if feature is not None]
+        known = [tokens.features[feature] for feature, _ in features if feature in tokens.features]
         return known if len(known) == count else draw_blocks(tokens.positions // size)
 
     def predicate(q: TokenPositions, k: TokenPositions) -> Tensor:
@@ -352,7 +342,7 @@ def random_blocks(count: int, size: int = 64, seed: int = 0) -> Mask:
         (f"{name}, {draw}", lambda tokens, draw=draw: draw_block(tokens.positions // size, draw))
         for draw in range(count)
     )
-    return Mask((MaskTerm(name, predicate, tile_predicate=tile_predicate, features=features),))
+    return Mask.of(name, predicate, tile_predicate=tile_predicate, features=features)
 
 
 MAX_BLOCK_PAIRS = 32  # tiles that span more pairs of random blocks are not examined, but assumed to be linked

@@ -103,15 +103,15 @@ class _BandedFunction(torch.autograd.Function):
                         fold_groups(t[row].index_select(0, chunk.q_tiles), groups)
                         for t in (grad_tiles, out_tiles, logs[..., None])
                     )
-                    grads = attend_chunk_backward(
+                    new_q, new_k, new_v, new_sinks = attend_chunk_backward(
                         chunk_grad, chunk_out, chunk_logs, *inputs, chunk, sinks, options, generator
                     )
-                    q_grad[row].index_copy_(0, chunk.q_tiles, unfold_groups(grads.q, plan.tile))
-                    for total, new in ((k_grad, grads.k), (v_grad, grads.v)):
+                    q_grad[row].index_copy_(0, chunk.q_tiles, unfold_groups(new_q, plan.tile))
+                    for total, new in ((k_grad, new_k), (v_grad, new_v)):
                         new_tiles = new.transpose(1, 2).reshape(-1, *total.shape[2:])
                         total[row].index_add_(0, chunk.k_tiles.flatten(), new_tiles.to(wide))
-                    if sinks_grad is not None and grads.sinks is not None:
-                        sinks_grad += grads.sinks.to(sinks_grad.dtype)
+                    if sinks_grad is not None and new_sinks is not None:
+                        sinks_grad += new_sinks.to(sinks_grad.dtype)
         return (
             join_tiles(q_grad, q.shape[2], plan.q_order),
             join_tiles(k_grad, k.shape[2], plan.k_order).to(k.dtype),
@@ -186,13 +186,6 @@ class ChunkOptions(NamedTuple):
         return torch.Generator(device).manual_seed(self.seed) if self.dropout > 0 else None
 
 
-class ChunkGradients(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sinks: Tensor | None  # (H,)
-
-
 def attend_chunk(
     q: Tensor,
     k: Tensor,
@@ -235,8 +228,8 @@ def attend_chunk_backward(
     sinks: Tensor | None,
     options: ChunkOptions,
     generator: torch.Generator | None,
-) -> ChunkGradients:
-    """Return the gradients of a chunk from that of its output, and from what the forward pass returned."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v and sinks from that of the output, and from what the forward pass returned."""
     grad = grad.masked_fill(_repeat_queries(chunk.blind, q), 0)
     sinks_grad = None
     wide_grad, wide_out = _widen(grad), _widen(out)
@@ -249,7 +242,7 @@ def attend_chunk_backward(
         q_grad, k_grad, v_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, logs.squeeze(-1), 0.0, False, attn_mask=bias, scale=options.scale
         )
-        return ChunkGradients(q_grad, k_grad, v_grad, sinks_grad)
+        return q_grad, k_grad, v_grad, sinks_grad
     scores, slope = _masked_scores(q, k, chunk, options)
     weights = scores.sub_(logs).exp_()
     weights_grad = wide_grad @ _widen(v).mT
@@ -263,7 +256,7 @@ def attend_chunk_backward(
     if slope is not None:
         scores_grad.mul_(slope)
     q_grad, k_grad = scores_grad @ _widen(k), scores_grad.mT @ _widen(q)
-    return ChunkGradients(q_grad.to(q.dtype), k_grad, v_grad, sinks_grad)
+    return q_grad.to(q.dtype), k_grad, v_grad, sinks_grad
 
 
 def _has_flash_kernel(q: Tensor, v: Tensor, options: ChunkOptions) -> bool:

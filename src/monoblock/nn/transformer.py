@@ -22,7 +22,7 @@ from monoblock.nn.arguments import (
     either_argument,
     memory_positions,
     reject_arguments,
-    reject_documents,
+    reject_unused,
     select_tokens,
     token_positions,
 )
@@ -100,8 +100,9 @@ class Transformer(nn.Module):
         an encoded source.  `output_linear` replaces the last matrix product (see `Head.forward`).
         """
         if self.encoder is not None and self.decoder is not None:
-            reject_arguments(self.config, segments=segments, flags=flags)
-            reject_documents(documents)
+            reject_unused(self.config, segments=segments, flags=flags)
+            reason = "are for one text; an encoder-decoder has two: give source_documents and target_documents"
+            reject_arguments(reason, documents=documents)
             source_mask = either_argument("source_mask", source_mask, "attention_mask", attention_mask)
             is_cached = cache is not None and cache.memory_positions is not None
             target = check_target(source, target, memory, is_cached)
@@ -112,7 +113,7 @@ class Transformer(nn.Module):
             return self.decode(target, memory, source_mask, target_mask, output_linear=output_linear, **options)
         unused: dict[str, Any] = {"source_mask": source_mask, "target_mask": target_mask, "memory": memory}
         unused |= {"source_documents": source_documents, "target_documents": target_documents}
-        reject_arguments(self.config, **unused)
+        reject_unused(self.config, **unused)
         attention_mask = either_argument("attention_mask", attention_mask, "a second argument", target)
         if source is None:
             raise InputError("ids are missing; call model(ids)")
@@ -230,12 +231,12 @@ class Transformer(nn.Module):
             )
             return self._embed(source, input_positions, segments, tap, side="input"), input_positions
         unused = {"attention_mask": mask, "segments": segments, "positions": positions, "documents": documents}
-        reject_arguments(self.config, **unused)
+        reject_unused(self.config, **unused)
         if isinstance(self.input, PatchEmbedding):
             self.input.check_inputs(source, flags)
             x = self.input(source, flags, tap=prefix_tap(tap, "input"))
         else:
-            reject_arguments(self.config, flags=flags)
+            reject_unused(self.config, flags=flags)
             self.input.check_inputs(source)
             x = self.input(source, tap=prefix_tap(tap, "input"))
         return x, arange_positions(x.shape[1], device=x.device)
