@@ -7,7 +7,6 @@ written. `from_dict` rejects unknown keys: a typo never becomes a silent default
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from sys import float_info
@@ -35,10 +34,15 @@ class FieldError(ConfigError):
         return FieldError(path, self.field, self.problem)
 
 
-@functools.cache
-def _type_hints(cls: type) -> dict[str, Any]:
-    """Return the resolved annotations of a class."""
-    return get_type_hints(cls)
+_type_hints_cache: dict[tuple[type, bool], dict[str, Any]] = {}
+
+
+def _type_hints(cls: type, *, with_checks: bool = False) -> dict[str, Any]:
+    """Return the resolved annotations of a class, cached; `with_checks` leaves them Annotated."""
+    key = cls, with_checks
+    if key not in _type_hints_cache:
+        _type_hints_cache[key] = get_type_hints(cls, include_extras=with_checks)
+    return _type_hints_cache[key]
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
@@ -76,15 +80,11 @@ def _describe_hint(hint: Any) -> str:
     return " or ".join(words)
 
 
-@functools.cache
-def _field_checks(cls: type) -> list[tuple[str, Callable[[Any, str], None]]]:
-    """Return the names of fields, each with a check in its annotation: `Annotated[float, check_fraction]`."""
-    hints = get_type_hints(cls, include_extras=True).items()
-    return [(name, check) for name, hint in hints for check in getattr(hint, "__metadata__", ())]
-
-
 def check_types(config: Any) -> None:
-    """Raise ConfigError unless every field of this dataclass matches its annotation, and passes the checks in it."""
+    """Raise ConfigError unless every field of this dataclass matches its annotation, and passes the checks in it.
+
+    `Annotated[float, check_fraction]` has a check, which is called with the dataclass and the name of the field.
+    """
     for name, hint in _type_hints(type(config)).items():
         value = getattr(config, name)
         members = union_members(hint)
@@ -94,8 +94,9 @@ def check_types(config: Any) -> None:
                 literals = [member for member in members if get_origin(member) is Literal]
                 suggestion = did_you_mean(value, [choice for literal in literals for choice in get_args(literal)])
             raise _field_error(config, name, f"={value!r} is not {_describe_hint(hint)}{suggestion}")
-    for name, check in _field_checks(type(config)):
-        check(config, name)
+    for name, hint in _type_hints(type(config), with_checks=True).items():
+        for check in getattr(hint, "__metadata__", ()):
+            check(config, name)
 
 
 def _field_error(config: Any, name: str, problem: str) -> FieldError:

@@ -15,7 +15,7 @@ What is stored depends on the attention of a block:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from jaxtyping import Float
@@ -203,8 +203,14 @@ class Cache:
 # -- which column holds which token -----------------------------------------------------------------------------------
 
 
-POSITION_FIELDS = ("positions", "token_index", "document", "prefix_or_global")
-OPTIONAL_FIELDS = ("document", "prefix_or_global")
+class TensorFields:
+    """An object whose attributes are tensors, which can be replaced together."""
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by fn(tensor)."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, fn(value))
 
 
 class BeamSlots(NamedTuple):
@@ -229,7 +235,7 @@ class CacheWrite(NamedTuple):
     beams: BeamSlots | None = None  # in a beam search whose beams are tokens of one row: the same as `mask`
 
 
-class CacheIndex:
+class CacheIndex(TensorFields):
     """The position, document and flag of the token in each column, the same in all layers of one capacity.
 
     Each field has shape (B, capacity + 1).
@@ -279,7 +285,7 @@ class CacheIndex:
         self.positions.scatter_(1, columns, new_positions.positions.expand(B, T))
         self.token_index.scatter_(1, columns, token_index)
         self.token_index[:, self.capacity] = -1
-        for name in OPTIONAL_FIELDS:
+        for name in ("document", "prefix_or_global"):
             new, stored = getattr(new_positions, name), getattr(self, name)
             if new is None and stored is None:
                 continue
@@ -318,28 +324,17 @@ class CacheIndex:
             return torch.ones_like(lengths, dtype=torch.bool)
         return (max_written - self.capacity).clamp(min=0) <= (lengths + 1 - self.window).clamp(min=0)
 
-    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by fn(tensor)."""
-        for name in POSITION_FIELDS:
-            tensor = getattr(self, name)
-            setattr(self, name, None if tensor is None else fn(tensor))
-
 
 def _concatenate_positions(old: TokenPositions, new: TokenPositions, batch: int) -> TokenPositions:
     """Concatenate the positions in a ring and those of a chunk too long for the ring."""
-
-    def concatenate(name: str, default: int | bool) -> Tensor | None:
+    fields: dict[str, Any] = {}
+    for name, default in (("positions", 0), ("document", 0), ("valid", True), ("prefix_or_global", False)):
         first, second = getattr(old, name), getattr(new, name)
-        if first is None and second is None:
-            return None
-        first = torch.full_like(old.positions, default, dtype=second.dtype) if first is None else first
-        second = torch.full_like(new.positions, default, dtype=first.dtype) if second is None else second
-        return torch.cat((first, second.expand(batch, -1)), 1)
-
-    positions = torch.cat((old.positions, new.positions.expand(batch, -1)), 1)
-    return TokenPositions(
-        positions, concatenate("document", 0), concatenate("valid", True), concatenate("prefix_or_global", False)
-    )
+        if first is not None or second is not None:
+            first = torch.full_like(old.positions, default, dtype=second.dtype) if first is None else first
+            second = torch.full_like(new.positions, default, dtype=first.dtype) if second is None else second
+            fields[name] = torch.cat((first, second.expand(batch, -1)), 1)
+    return TokenPositions(**fields)
 
 
 # -- keys and values of one block -------------------------------------------------------------------------------------
@@ -350,16 +345,11 @@ class KeyValues(NamedTuple):
     values: Float[Tensor, "B G S Kv"]
 
 
-class KeyValueStore:
+class KeyValueStore(TensorFields):
     """Keys and values, None before the first pass."""
 
     keys: Tensor | None = None
     values: Tensor | None = None
-
-    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace keys and values by fn(keys) and fn(values)."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = fn(self.keys), fn(self.values)
 
 
 class LayerCache(KeyValueStore):
@@ -391,14 +381,12 @@ class LayerCache(KeyValueStore):
     def allocate(self, x: Tensor, config: AttentionConfig, width: int) -> None:
         """Make room for the keys and values of rows like those of x (B, T, D), if there is none yet."""
         if self.keys is None:
-            sizes = (config.key_size(width), config.value_size(width))
-            self.keys, self.values = (self._zeros(x, config.num_kv_heads, size) for size in sizes)
+            shape = (x.shape[0], config.num_kv_heads, self.capacity + 1)
+            self.keys = x.new_zeros(*shape, config.key_size(width))
+            self.values = x.new_zeros(*shape, config.value_size(width))
 
     def _zeros_like(self, new: Tensor) -> Tensor:
-        return self._zeros(new, new.shape[1], new.shape[3])
-
-    def _zeros(self, like: Tensor, groups: int, size: int) -> Tensor:
-        return like.new_zeros(like.shape[0], groups, self.capacity + 1, size)
+        return new.new_zeros(*new.shape[:2], self.capacity + 1, new.shape[3])
 
 
 class CrossAttentionCache(KeyValueStore):
@@ -462,8 +450,6 @@ class LinearLayerCache(LayerCache):
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by fn(tensor)."""
         super().map_tensors(fn)
-        if self.plain_keys is not None:
-            self.plain_keys = fn(self.plain_keys)
         if self.state is not None:
             self.state = LinearState(*(fn(tensor) for tensor in self.state))
 

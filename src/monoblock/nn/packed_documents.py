@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -121,17 +120,12 @@ MAX_HEAD_SIZE = 256
 MIN_CAPABILITY = 8  # of the GPU (Ampere)
 
 
-@functools.cache
-def _find_kernel() -> tuple[Callable[..., Any], frozenset[str]] | None:
-    """Return `varlen_attn` and the names of its arguments, which depend on the version of torch; None before 2.10."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+# The kernel and the names of its arguments, which depend on the version of torch; looked up outside of compiled code.
+_KERNEL: tuple[Callable[..., Any], frozenset[str]] | None = None
+if torch.version.cuda is not None:
+    from torch.nn.attention.varlen import varlen_attn
 
-
-_KERNEL = _find_kernel() if torch.version.cuda is not None else None  # looked up outside of compiled code
+    _KERNEL = varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def supports_varlen(q: Tensor, v: Tensor, dtype: torch.dtype) -> bool:

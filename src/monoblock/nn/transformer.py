@@ -21,7 +21,6 @@ from monoblock.nn.arguments import (
     check_target,
     either_argument,
     memory_positions,
-    reject_arguments,
     reject_unused,
     select_tokens,
     token_positions,
@@ -101,8 +100,10 @@ class Transformer(nn.Module):
         """
         if self.encoder is not None and self.decoder is not None:
             reject_unused(self.config, segments=segments, flags=flags)
-            reason = "are for one text; an encoder-decoder has two: give source_documents and target_documents"
-            reject_arguments(reason, documents=documents)
+            if documents is not None:
+                raise InputError(
+                    "an encoder-decoder has two texts; give source_documents and target_documents, not documents"
+                )
             source_mask = either_argument("source_mask", source_mask, "attention_mask", attention_mask)
             is_cached = cache is not None and cache.memory_positions is not None
             target = check_target(source, target, memory, is_cached)
