@@ -1,9 +1,8 @@
 """Encoded datasets: lengths, stable row numbers, labels on the first token of a word, collation."""
 
-import numpy as np
 import pytest
 
-from monoblock.data.encode import collate, encode_labelled, encode_pairs, encode_tagged
+from monoblock.data.encode import encode_labelled, encode_pairs, encode_tagged
 from monoblock.data.readers.records import LabelledText, Pair, TaggedSentence
 from monoblock.errors import InputError
 
@@ -52,13 +51,6 @@ def test_the_first_token_of_a_word_has_its_label():
     dataset = encode_tagged([TaggedSentence(("abc", "d", "ef"), ("X", "O", "X"))], encode_words, ["O", "X"])
     assert dataset[0]["ids"].tolist() == encode("abcdef")
     assert dataset[0]["labels"].tolist() == [1, -100, -100, 0, 1, -100]
-
-
-def test_collate_pads_each_field_on_the_right():
-    rows = [{"ids": np.array([1, 2, 3]), "labels": np.array([4])}, {"ids": np.array([5]), "labels": np.array([6, 7])}]
-    batch = collate(rows, {"ids": 9, "labels": -100})
-    assert batch["ids"].tolist() == [[1, 2, 3], [5, 9, 9]]
-    assert batch["labels"].tolist() == [[4, -100], [6, 7]]
 
 
 def test_invalid_rows_raise_one_line():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from monoblock.data.batches import PURPOSES, epoch_and_sample, permutation, random_uint64
+from monoblock.data.batches import PURPOSES, permutation, random_uint64
 from monoblock.errors import InputError
 
 
@@ -50,13 +50,6 @@ def test_every_purpose_has_its_own_stream():
 
 def test_fewer_numbers_are_a_prefix_of_more():
     assert random_uint64(4, 9, 5).tolist() == random_uint64(4, 9, 17)[:5].tolist()
-
-
-def test_every_epoch_visits_every_sample_once():
-    count, seed = 13, 2
-    seen = [epoch_and_sample(index, count, seed) for index in range(5 * count)]
-    assert len(set(seen)) == 5 * count
-    assert [epoch for epoch, _ in seen] == [index // count for index in range(5 * count)]
 
 
 def test_orders_are_nearly_uniform():

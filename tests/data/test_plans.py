@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from monoblock.data.batches import BatchIndices, BucketBatchPlan, FixedBatchPlan
+from monoblock.data.batches import BatchIndices, BucketBatchPlan, FixedBatchPlan, batch_for_rank
 from monoblock.errors import InputError
 
 
@@ -50,7 +50,7 @@ def test_the_shares_of_all_ranks_are_the_global_batch(plan, world):
     plan = plan()
     for step in range(2 * plan.batches):
         batch = plan.batch_at(step)
-        shares = [plan.for_rank(batch, rank, world) for rank in range(world)]
+        shares = [batch_for_rank(batch, rank, world) for rank in range(world)]
         assert all(share.epoch == batch.epoch for share in shares)
         assert sorted(sample for share in shares for sample in share.indices.tolist()) == sorted(batch.indices.tolist())
         assert max(len(share.indices) for share in shares) - min(len(share.indices) for share in shares) <= 1
@@ -90,7 +90,7 @@ def test_buckets_keep_to_their_limits_and_pad_little():
         (lambda: FixedBatchPlan(3, 0, 1), "batch=0"),
         (lambda: FixedBatchPlan(3, 7, 1, last="drop"), "write 3 or less"),
         (lambda: FixedBatchPlan(3, 1, 1).batch_at(-1), "step=-1"),
-        (lambda: FixedBatchPlan(3, 1, 1).for_rank(BatchIndices(0, np.arange(3)), 2, 2), "rank=2"),
+        (lambda: batch_for_rank(BatchIndices(0, np.arange(3)), 2, 2), "rank=2"),
         (lambda: BucketBatchPlan([3, 9], seed=1), "max_tokens"),
         (lambda: BucketBatchPlan([3, 9], max_tokens=8, seed=1), "sample 1 has 9 tokens, more than max_tokens=8"),
         (lambda: BucketBatchPlan([], batch=2, seed=1), "lengths of shape"),

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import random
 import sys
@@ -17,7 +18,7 @@ import pytest
 from monoblock.data import prepare
 from monoblock.data.prepare import TokenizerPlan, lock_folder, prepare_tokens
 from monoblock.data.text_parts import find_sources, iterate_parts
-from monoblock.data.token_folder import MANIFEST_FILE, PROGRESS_FILE, TokenDataset, read_manifest
+from monoblock.data.token_folder import MANIFEST_FILE, PROGRESS_FILE, TokenDataset, read_manifest, verify_files
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.tokenizers.tokenizer import Tokenizer
 
@@ -66,8 +67,9 @@ def digests(folder):
 
 
 def read_documents(folder, split="train"):
-    tokens = TokenDataset(folder, split, verify=True)
-    return [tokens.document(number).tolist() for number in range(tokens.num_documents)]
+    tokens = TokenDataset(folder, split)
+    verify_files(folder, tokens.files)
+    return [tokens.read(*map(int, ends)).tolist() for ends in itertools.pairwise(tokens.document_offsets)]
 
 
 # -- the content -----------------------------------------------------------------------------------------------------
@@ -123,7 +125,7 @@ def test_a_tokenizer_is_trained_on_a_sample(tmp_path, files):
     result = prepare_tokens(files, tmp_path / "t", tokenizer=plan, validation=0.0)
     tokenizer = Tokenizer.from_pretrained(tmp_path / "t")
     assert tokenizer.vocab_size == result.manifest.vocab == 290
-    assert tokenizer.decode(TokenDataset(tmp_path / "t").document(0)[:-1].tolist()) == random_text(1)
+    assert tokenizer.decode(read_documents(tmp_path / "t")[0][:-1]) == random_text(1)
 
 
 @pytest.mark.parametrize("part_bytes", [100, 997, 10**6])
@@ -366,6 +368,6 @@ def test_a_vocabulary_of_many_tokens_is_stored_in_four_bytes(tmp_path):
     tokenizer = Tokenizer.train("word", [" ".join(words)], 80_000)
     prepare_tokens([str(tmp_path / "a.txt")], tmp_path / "t", **options(tokenizer, validation=0.0, part_bytes=10**6))
     assert read_manifest(tmp_path / "t").dtype == "uint32"
-    ids = TokenDataset(tmp_path / "t").document(0)
-    assert ids.max() >= 2**16
+    ids = read_documents(tmp_path / "t")[0]
+    assert max(ids) >= 2**16
     assert np.array_equal(ids[:-1], tokenizer.encode(" ".join(words)))

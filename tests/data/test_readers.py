@@ -8,7 +8,7 @@ import pytest
 from monoblock.data.readers.images import read_images
 from monoblock.data.readers.records import LabelledText, Pair, TaggedSentence
 from monoblock.data.readers.tables import read_aligned_pairs, read_conll, read_documents, read_labelled, read_pairs
-from monoblock.data.readers.text import read_text, read_wikitext_articles
+from monoblock.data.readers.text import read_text
 from monoblock.errors import FileError
 
 
@@ -38,13 +38,6 @@ def test_documents_are_streamed(write_file):
     assert [next(documents), next(documents)] == ["first", "second"]
     with pytest.raises(FileError, match="line 5: a byte is not UTF-8"):
         next(documents)
-
-
-def test_articles_begin_at_titles_and_join_to_the_file(write_file):
-    text = " \n = A = \n \n words \n = = Section = = \n more \n \n = B = \n \n other \n"
-    articles = list(read_wikitext_articles(write_file("a.txt", text)))
-    assert "".join(articles) == text
-    assert [article.strip().splitlines()[0].strip() for article in articles] == ["= A =", "= B ="]
 
 
 def test_pairs_with_and_without_counts(write_file):
@@ -86,7 +79,6 @@ def test_images_become_numbers_from_0_to_1_with_channels_first(tmp_path):
 BAD = [
     (read_text, "a.txt", b"one\n\xff\n", "a.txt, line 2: a byte is not UTF-8"),
     (read_text, "a.txt", " \n\n", "a.txt is empty"),
-    (read_wikitext_articles, "a.txt", "\n", "a.txt is empty"),
     (read_pairs, "a.tsv", "a\tb\nalone\n", "a.tsv, line 2: 1 column; write source<TAB>target"),
     (read_pairs, "a.tsv", "a\tb\tc\td\n", "a.tsv, line 1: 4 columns"),
     (read_pairs, "a.tsv", "a\tb\tmany\n", "a.tsv, line 1: the third column 'many' is not a count"),

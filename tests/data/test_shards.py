@@ -6,7 +6,16 @@ import pickle
 import numpy as np
 import pytest
 
-from monoblock.data.token_folder import MANIFEST_FILE, TokenDataset, read_manifest, write_shards
+from monoblock.data.token_folder import (
+    MANIFEST_FILE,
+    SplitTokens,
+    SplitWriter,
+    TokenDataset,
+    read_manifest,
+    token_dtype,
+    verify_files,
+    write_manifest,
+)
 from monoblock.errors import FileError, InputError
 
 VOCAB = 101
@@ -17,17 +26,27 @@ def documents(count=23, seed=0, vocab=VOCAB):
     return [rng.integers(0, vocab, size=rng.integers(0, 17)).tolist() for _ in range(count)]
 
 
+def write_tokens(folder, rows, vocab=VOCAB, shard_tokens=10_000):
+    folder.mkdir()
+    dtype = token_dtype(vocab)
+    with SplitWriter(folder, "train", dtype, shard_tokens) as writer:
+        for row in rows:
+            writer.append(SplitTokens(bytearray(np.array(row, dtype).tobytes()), [len(row)]))
+        return write_manifest(folder, vocab, "f00d", {"train": writer.finish()})
+
+
 @pytest.mark.parametrize("shard_tokens", [1, 7, 50, 10_000])
 @pytest.mark.parametrize(("vocab", "dtype"), [(101, "uint16"), (2**16, "uint16"), (2**16 + 1, "uint32")])
 def test_documents_are_read_back_for_any_shard_size(tmp_path, shard_tokens, vocab, dtype):
     rows = documents(vocab=vocab)
-    manifest = write_shards(tmp_path / "t", iter(rows), vocab, shard_tokens, fingerprint="f00d")
-    tokens = TokenDataset(tmp_path / "t", verify=True)
+    manifest = write_tokens(tmp_path / "t", rows, vocab, shard_tokens)
+    tokens = TokenDataset(tmp_path / "t")
+    verify_files(tmp_path / "t", manifest.train)
     flat = [token for row in rows for token in row]
     assert manifest.dtype == dtype
     assert len(tokens) == len(flat)
-    assert tokens.num_documents == len(rows)
-    assert [tokens.document(number).tolist() for number in range(len(rows))] == rows
+    assert np.split(np.array(flat), tokens.document_offsets.astype(int)[1:-1])[3].tolist() == rows[3]
+    assert np.diff(tokens.document_offsets.astype(int)).tolist() == list(map(len, rows))
     for start, stop in [(0, len(flat)), (5, 43), (0, 0), (len(flat) - 1, len(flat)), (6, 8)]:
         assert tokens.read(start, stop).tolist() == flat[start:stop]
     assert (tokens.vocab, tokens.fingerprint) == (vocab, "f00d")
@@ -35,27 +54,20 @@ def test_documents_are_read_back_for_any_shard_size(tmp_path, shard_tokens, voca
 
 def test_memory_and_disk_give_the_same_tokens(tmp_path):
     rows = documents()
-    write_shards(tmp_path / "t", rows, VOCAB, 11)
+    write_tokens(tmp_path / "t", rows, VOCAB, 11)
     disk, memory = TokenDataset(tmp_path / "t"), TokenDataset.from_documents(rows, VOCAB)
     assert disk.read(0, len(disk)).tolist() == memory.read(0, len(memory)).tolist()
     assert disk.document_offsets.tolist() == memory.document_offsets.tolist()
 
 
 def test_a_dataset_on_disk_is_pickled_as_its_path(tmp_path):
-    write_shards(tmp_path / "t", [list(range(100))] * 1000, VOCAB)
+    write_tokens(tmp_path / "t", [list(range(100))] * 1000, VOCAB)
     tokens = TokenDataset(tmp_path / "t")
     pickled = pickle.dumps(tokens)
     assert len(pickled) < 1000
     assert pickle.loads(pickled).read(3, 9).tolist() == tokens.read(3, 9).tolist()
     small = pickle.loads(pickle.dumps(TokenDataset.from_documents([[1, 2]], VOCAB)))
     assert small.read(0, 2).tolist() == [1, 2]
-
-
-def test_an_existing_folder_is_not_changed(tmp_path):
-    (tmp_path / "t").mkdir()
-    with pytest.raises(FileError, match="already exists"):
-        write_shards(tmp_path / "t", documents(), VOCAB)
-    assert not any((tmp_path / "t").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -67,32 +79,19 @@ def test_an_existing_folder_is_not_changed(tmp_path):
         ([[], []], "no tokens"),
     ],
 )
-def test_invalid_documents_leave_nothing_behind(tmp_path, rows, message):
-    with pytest.raises(InputError, match=message):
-        write_shards(tmp_path / "t", rows, VOCAB)
+def test_invalid_documents_are_refused(rows, message):
     with pytest.raises(InputError, match=message):
         TokenDataset.from_documents(rows, VOCAB)
-    assert not any(tmp_path.iterdir())
 
 
-def test_an_interrupted_writer_leaves_nothing_behind(tmp_path):
-    def broken():
-        yield [1, 2, 3]
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_shards(tmp_path / "t", broken(), VOCAB, 2)
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_path_that_cannot_be_written_raises_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FileError, match="cannot be written"):
-        write_shards(tmp_path / "file" / "t", [[1]], VOCAB)
+def test_a_folder_without_tokens_is_not_written(tmp_path):
+    with pytest.raises(InputError, match="no tokens"):
+        write_tokens(tmp_path / "t", [[], []])
+    assert not (tmp_path / "t" / MANIFEST_FILE).exists()
 
 
 def write_folder(tmp_path):
-    write_shards(tmp_path / "t", documents(), VOCAB, 31)
+    write_tokens(tmp_path / "t", documents(), VOCAB, 31)
     return tmp_path / "t"
 
 
@@ -112,7 +111,7 @@ def test_a_flipped_bit_is_detected_with_verify(tmp_path):
     shard.write_bytes(raw)
     TokenDataset(folder)
     with pytest.raises(FileError, match="damaged"):
-        TokenDataset(folder, verify=True)
+        verify_files(folder, read_manifest(folder).train)
 
 
 def test_an_id_beyond_the_vocabulary_never_reaches_a_model(tmp_path):

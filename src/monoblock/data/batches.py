@@ -48,8 +48,6 @@ class FixedBatchPlan:
     The last batch of an epoch may have fewer samples; with last="drop" such a batch is left out.
     """
 
-    for_rank = staticmethod(batch_for_rank)
-
     def __init__(self, count: int, batch: int, seed: int, *, last: Literal["short", "drop"] = "short") -> None:
         if count < 1 or batch < 1:
             raise InputError(f"count={count} or batch={batch} is too small; write 1 or more")
@@ -71,8 +69,6 @@ class ContiguousBatchPlan:
     epoch visits the samples of each lane in order.
     """
 
-    for_rank = staticmethod(batch_for_rank)
-
     def __init__(self, count: int, batch: int) -> None:
         if batch < 1 or count < batch:
             raise InputError(f"batch={batch} does not fit {count} samples; write 1 to {count}")
@@ -91,8 +87,6 @@ class BucketBatchPlan:
     samples × (longest source + longest target). In each epoch the samples are sorted by length, with samples of equal
     length in random order, and cut into batches; then the batches are shuffled.
     """
-
-    for_rank = staticmethod(batch_for_rank)
 
     def __init__(
         self,
@@ -188,17 +182,6 @@ def permutation(seed: int, epoch: int, count: int, purpose: str = "samples") -> 
     order = np.argsort(random_uint64(seed, epoch, count, purpose), kind="stable").astype(np.int64)
     order.setflags(write=False)
     return order
-
-
-def epoch_and_sample(index: int, count: int, seed: int) -> tuple[int, int]:
-    """Return (epoch, sample) at position `index` of a run.
-
-    `index` counts from 0 over all epochs; every epoch visits all `count` samples in its own random order.
-    """
-    if count < 1 or index < 0:
-        raise InputError(f"index={index} or count={count} is too small; index must be at least 0, and count at least 1")
-    epoch, position = divmod(index, count)
-    return epoch, int(permutation(seed, epoch, count)[position])
 
 
 T = TypeVar("T")

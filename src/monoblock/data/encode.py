@@ -1,4 +1,4 @@
-"""Encode rows of a corpus (pairs, labelled texts, tagged sentences) into datasets of token ids, and collate them.
+"""Encode rows of a corpus (pairs, labelled texts, tagged sentences) into datasets of token ids.
 
 Each sample keeps the index of its row in the corpus, even if rows before it were dropped.
 """
@@ -156,19 +156,3 @@ def _build_dataset(
         raise InputError(f"no sample is left, because every row is empty{limit}")
     fields = {name: RaggedArray(row[index] for row in kept) for index, name in enumerate(names)}
     return EncodedDataset(fields, np.array(numbers, np.int64))
-
-
-def collate(
-    rows: Sequence[Mapping[str, NDArray[np.int64]]], pad_values: Mapping[str, int]
-) -> dict[str, NDArray[np.int64]]:
-    """Stack samples into a batch: each field becomes an array of shape (B, T).
-
-    Shorter rows are padded on the right with `pad_values[field]` (default: 0).
-    """
-    batch = {}
-    for name in rows[0] if rows else ():
-        width = max(len(row[name]) for row in rows)
-        batch[name] = np.full((len(rows), width), pad_values.get(name, 0), np.int64)
-        for index, row in enumerate(rows):
-            batch[name][index, : len(row[name])] = row[name]
-    return batch

@@ -20,25 +20,26 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from monoblock.config.schema import check_at_least, check_types, from_dict
 from monoblock.data.batches import SEED_LIMIT, random_uint64
 from monoblock.data.readers.text import BYTE_ORDER_MARK
 from monoblock.data.text_parts import (
     PART_BYTES,
+    READ_BLOCK,
     STANDARD_INPUT,
     DocumentUnit,
     Part,
-    Source,
     check_unchanged,
     find_sources,
+    is_jsonl,
+    is_seekable,
     iterate_parts,
     open_stream,
     sample_parts,
@@ -51,6 +52,7 @@ from monoblock.data.token_folder import (
     PreparationSettings,
     ShardManifest,
     SourceFile,
+    SplitTokens,
     SplitWriter,
     WriterState,
     read_manifest,
@@ -65,10 +67,18 @@ from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.tokenizers.word_cache import BulkEncoder
 from monoblock.untrusted_files import read_json
 
+try:
+    import fcntl
+except ImportError:  # on Windows, where nothing is locked
+    fcntl = None  # type: ignore[assignment]
+
 SETTINGS_FILE = "settings.json"  # of a folder that is not complete
 SYNC_SECONDS = 5.0
 PARTS_AHEAD = 2  # parts for each process that are encoded ahead of the one that is written
 SAMPLE_BYTES = 2**23  # of text on which a tokenizer is trained
+PIECE_LENGTH = 2**15  # characters of running text that are held out, or trained on, together
+HOLDOUT_SEED = 0
+_WORD_END = re.compile(r"(?<=[^\W_])[ \n\t]")  # as in text_parts.py: a letter or digit before white space
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class TokenizerPlan:
             return f"the tokenizer {self.tokenizer.fingerprint}"
         return f"a new {self.kind} tokenizer of {self.vocab} tokens"
 
-    def build(self, sources: Sequence[Source], unit: DocumentUnit) -> Tokenizer:
+    def build(self, sources: Sequence[SourceFile], unit: DocumentUnit) -> Tokenizer:
         """Return the tokenizer; a new one is trained on parts of the text at equal distances."""
         if self.tokenizer is not None:
             return self.tokenizer
@@ -144,9 +154,9 @@ def prepare_tokens(
         validation=float(validation),
         shard_tokens=shard_tokens,
         part_bytes=part_bytes,
-        sources=tuple(source.describe() for source in sources),
+        sources=tuple(sources),
     )
-    with _writing(folder):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         with lock_folder(folder):
             if (folder / MANIFEST_FILE).is_file():
@@ -155,25 +165,19 @@ def prepare_tokens(
                 _finish(folder, manifest)
                 return Preparation(manifest, was_complete=True)
             progress = _begin(folder, settings, plan, sources)
-            on_start(_total_bytes(sources), progress.bytes)
-            manifest = _encode_and_write(folder, settings, sources, progress, jobs, on_progress)
+            sizes = [source.bytes for source in sources if is_seekable(source)]
+            on_start(sum(map(int, filter(None, sizes))) if len(sizes) == len(sources) else None, progress.bytes)
+            manifest = _encode_and_write(folder, settings, progress, jobs, on_progress)
             return Preparation(manifest, progress.bytes)
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
     except OSError as problem:
-        path = problem.filename or folder
-        raise FileError(f"{path} cannot be written: {problem.strerror or problem}") from None
+        raise FileError(f"{problem.filename or folder} cannot be written: {problem.strerror or problem}") from None
 
 
-def _begin(folder: Path, settings: PreparationSettings, plan: TokenizerPlan, sources: Sequence[Source]) -> Progress:
+def _begin(folder: Path, settings: PreparationSettings, plan: TokenizerPlan, sources: Sequence[SourceFile]) -> Progress:
     """Return the progress of an interrupted run, or begin a new one: build the tokenizer, and store it."""
     if (folder / PROGRESS_FILE).is_file():
-        check_same_settings(folder, read_settings(folder / SETTINGS_FILE), settings)
-        return read_progress(folder)
+        check_same_settings(folder, _read_record(folder / SETTINGS_FILE, PreparationSettings), settings)
+        return _read_record(folder / PROGRESS_FILE, Progress)
     own = {SETTINGS_FILE, "tokenizer.json", "tokenizer_config.json"}
     others = sorted(name for name in os.listdir(folder) if name.removesuffix(".tmp") not in own)
     if others:
@@ -191,73 +195,49 @@ def _finish(folder: Path, manifest: ShardManifest) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _total_bytes(sources: Sequence[Source]) -> int | None:
-    sizes = [source.size for source in sources if source.is_seekable and source.size is not None]
-    return sum(sizes) if len(sizes) == len(sources) else None
-
-
 def _encode_and_write(
-    folder: Path,
-    settings: PreparationSettings,
-    sources: Sequence[Source],
-    progress: Progress,
-    jobs: int,
-    on_progress: Callable[[int], object],
+    folder: Path, settings: PreparationSettings, progress: Progress, jobs: int, on_progress: Callable[[int], object]
 ) -> ShardManifest:
     tokenizer = Tokenizer.from_pretrained(folder)
-    parts = _PartReader(sources, settings, progress)
+    dtype, states = token_dtype(tokenizer.vocab_size), {"train": progress.train, "valid": progress.valid}
     with ExitStack() as stack:
         writers = {
-            name: stack.enter_context(
-                SplitWriter(folder, name, token_dtype(tokenizer.vocab_size), settings.shard_tokens, state)
-            )
-            for name, state in (("train", progress.train), ("valid", progress.valid))
+            name: stack.enter_context(SplitWriter(folder, name, dtype, settings.shard_tokens, state))
+            for name, state in states.items()
         }
         num_bytes, last_sync = progress.bytes, time.monotonic()
+        parts = _parts_to_write(settings, progress)
         for encoded, checksum in _encode_parts(parts, folder, tokenizer, settings.validation, jobs):
-            for name, (ids, ends, text_bytes, unknown) in encoded.splits.items():
-                writers[name].append(ids, ends, text_bytes, unknown)
+            for name, tokens in encoded.splits.items():
+                writers[name].append(tokens)
             num_bytes += encoded.size
             on_progress(encoded.size)
             if time.monotonic() - last_sync >= SYNC_SECONDS:
-                states = {name: writer.sync() for name, writer in writers.items()}
-                write_json(
-                    folder / PROGRESS_FILE,
-                    Progress(
-                        next_part=encoded.number + 1,
-                        bytes=num_bytes,
-                        stream_checksum=checksum,
-                        train=states["train"],
-                        valid=states["valid"],
-                    ),
-                )
+                train, valid = (writer.sync() for writer in writers.values())
+                done = {"next_part": encoded.number + 1, "bytes": num_bytes, "stream_checksum": checksum}
+                write_json(folder / PROGRESS_FILE, Progress(**done, train=train, valid=valid))
                 last_sync = time.monotonic()
-        check_unchanged(sources)
+        check_unchanged(settings.sources)
         files = {name: writer.finish() for name, writer in writers.items()}
         manifest = write_manifest(folder, tokenizer.vocab_size, tokenizer.fingerprint, files, settings)
     _finish(folder, manifest)
     return manifest
 
 
-class _PartReader:
-    """Iterate over the parts that are not written yet, each with the checksum of all streamed text up to its end."""
-
-    def __init__(self, sources: Sequence[Source], settings: PreparationSettings, progress: Progress) -> None:
-        self.sources, self.settings, self.progress = sources, settings, progress
-
-    def __iter__(self) -> Iterator[tuple[Part, int]]:
-        checksum, progress = 0, self.progress
-        unit: DocumentUnit = "line" if self.settings.documents == "line" else "file"
-        for part in iterate_parts(self.sources, unit, self.settings.part_bytes):
-            if part.number == progress.next_part and checksum != progress.stream_checksum:
-                raise FileError("the text of standard input is not the one that was begun with; give the same text")
-            checksum = checksum if part.data is None else zlib.crc32(part.data, checksum)
-            if part.number >= progress.next_part:
-                yield part, checksum
+def _parts_to_write(settings: PreparationSettings, progress: Progress) -> Iterator[tuple[Part, int]]:
+    """Yield the parts that are not written yet, each with the checksum of all streamed text up to its end."""
+    checksum = 0
+    unit: DocumentUnit = "line" if settings.documents == "line" else "file"
+    for part in iterate_parts(settings.sources, unit, settings.part_bytes):
+        if part.number == progress.next_part and checksum != progress.stream_checksum:
+            raise FileError("the text of standard input is not the one that was begun with; give the same text")
+        checksum = checksum if part.data is None else zlib.crc32(part.data, checksum)
+        if part.number >= progress.next_part:
+            yield part, checksum
 
 
 def _encode_parts(
-    parts: _PartReader, folder: Path, tokenizer: Tokenizer, validation: float, jobs: int
+    parts: Iterator[tuple[Part, int]], folder: Path, tokenizer: Tokenizer, validation: float, jobs: int
 ) -> Iterator[tuple[EncodedPart, int]]:
     """Yield the encoded parts in their order, each with the checksum that belongs to it."""
     if jobs == 1:
@@ -265,17 +245,15 @@ def _encode_parts(
         yield from ((encoder(part), checksum) for part, checksum in parts)
         return
     # New processes, not copies of this one, which may have threads.
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), start_worker, (folder, validation))
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (folder, validation))
     waiting: deque[tuple[Future[EncodedPart], int]] = deque()
     try:
         for part, checksum in parts:
-            waiting.append((pool.submit(encode_in_worker, part), checksum))
+            waiting.append((pool.submit(_encode_in_worker, part), checksum))
             if len(waiting) > PARTS_AHEAD * jobs:
                 future, first_checksum = waiting.popleft()
                 yield future.result(), first_checksum
-        while waiting:
-            future, first_checksum = waiting.popleft()
-            yield future.result(), first_checksum
+        yield from ((future.result(), checksum) for future, checksum in waiting)
     except BrokenProcessPool:
         raise MonoblockError(
             "a worker process ended unexpectedly, perhaps for lack of memory; run the same command again with fewer "
@@ -285,131 +263,32 @@ def _encode_parts(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-# -- the progress of an interrupted preparation ------------------------------------------------------------------------
-
-try:
-    import fcntl
-except ImportError:  # on Windows, where nothing is locked
-    fcntl = None  # type: ignore[assignment]
-
-NOTHING_WRITTEN = WriterState()
-SETTING_NAMES = {
-    "tokenizer": "another tokenizer",
-    "documents": "another --documents",
-    "validation": "another --validation",
-    "shard_tokens": "another --shard-tokens",
-    "part_bytes": "parts of another size",
-}
+_encoder: PartEncoder | None = None  # of a worker process
 
 
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """The content of progress.json, which is replaced after the files of the splits have been synced."""
-
-    format: Literal["monoblock-tokens-progress"] = "monoblock-tokens-progress"
-    next_part: int = 0  # the first part that is not written yet
-    bytes: int = 0  # of text before this part
-    stream_checksum: int = 0  # CRC-32 of the text before this part that cannot be read twice
-    train: WriterState = NOTHING_WRITTEN
-    valid: WriterState = NOTHING_WRITTEN
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_at_least(self, 0, "next_part", "bytes")
+def _start_worker(tokenizer_folder: Path, validation: float) -> None:
+    """Prepare a worker process: load the tokenizer, and end when the main process ends."""
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
+    parent = parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    _encoder = PartEncoder(Tokenizer.from_pretrained(tokenizer_folder), validation)
 
 
-def read_progress(folder: Path) -> Progress:
-    path = folder / PROGRESS_FILE
-    try:
-        return from_dict(Progress, read_json(path, max_bytes=MAX_MANIFEST_BYTES), PROGRESS_FILE)
-    except ConfigError as problem:
-        raise FileError(f"{path} cannot be used: {problem}; delete {folder} and begin anew") from None
+def _encode_in_worker(part: Part) -> EncodedPart:
+    assert _encoder is not None
+    return _encoder(part)
 
 
-def read_settings(path: Path) -> PreparationSettings:
-    try:
-        return from_dict(PreparationSettings, read_json(path, max_bytes=MAX_MANIFEST_BYTES), path.name)
-    except ConfigError as problem:
-        raise FileError(f"{path} cannot be used: {problem}; delete {path.parent} and begin anew") from None
+# -- encoding a part ---------------------------------------------------------------------------------------------------
 
 
-def check_same_settings(folder: Path, saved: PreparationSettings | None, current: PreparationSettings) -> None:
-    """Raise ConfigError, naming the first difference, unless a folder was begun with the current settings."""
-    advice = "give the same arguments, or another folder with --out"
-    if saved is None:
-        raise ConfigError(f"{folder} was not written by `monoblock data prepare`; give another folder with --out")
-    for name, what in SETTING_NAMES.items():
-        before, now = getattr(saved, name), getattr(current, name)
-        if before != now:
-            raise ConfigError(f"{folder} was begun with {what} ({before}, and now {now}); {advice}")
-    if saved.sources != current.sources:
-        raise ConfigError(f"{folder} was begun with other texts: {_describe_source(saved, current)}; {advice}")
-
-
-def _describe_source(saved: PreparationSettings, current: PreparationSettings) -> str:
-    before: dict[str, SourceFile] = {source.name: source for source in saved.sources}
-    now = {source.name: source for source in current.sources}
-    for name in {**before, **now}:
-        if name not in now:
-            return f"{name} is missing now"
-        if name not in before:
-            return f"{name} is new"
-        if before[name] != now[name]:
-            return f"{name} was changed since then"
-    return "their order differs"
-
-
-@contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Keep other processes from preparing the same folder at the same time."""
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FileError(f"{folder} is being written by another process; wait until it ends") from None
-        yield
-    finally:
-        os.close(handle)
-
-
-PIECE_LENGTH = 2**15  # characters of running text that are held out, or trained on, together
-HOLDOUT_SEED = 0
-READ_BLOCK = 2**20
-# As in text_parts.py: a letter or digit before white space.
-_WORD_END = re.compile(r"(?<=[^\W_])[ \n\t]")
-
-
-@dataclass
-class SplitTokens:
-    """The token ids of one split in a part: see `SplitWriter.append`."""
-
-    rows: list[bytes] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-    num_bytes: int = 0
-    unknown: int = 0
-
-    @property
-    def ids(self) -> bytes:
-        return b"".join(self.rows)
-
-    @property
-    def end_array(self) -> NDArray[np.int64]:
-        return np.array(self.ends, np.int64)
-
-
-@dataclass(frozen=True)
-class EncodedPart:
-    """The token ids of a part, as bytes: (ids, ends of documents, bytes of text, unknown tokens) for each split."""
-
+class EncodedPart(NamedTuple):
     number: int
-    stop: int
     size: int  # bytes of text
-    splits: dict[str, tuple[bytes, NDArray[np.int64], int, int]]
+    splits: dict[str, SplitTokens]
 
 
 class PartEncoder:
@@ -419,7 +298,7 @@ class PartEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, validation: float) -> None:
-        self.tokenizer, self.dtype = tokenizer, token_dtype(tokenizer.vocab_size)
+        self.dtype, self.unk_id = token_dtype(tokenizer.vocab_size), tokenizer.unk_id
         self.encoder = BulkEncoder(tokenizer, self.dtype)
         self.eos = b"" if tokenizer.eos_id is None else np.array([tokenizer.eos_id], self.dtype).tobytes()
         self.validation_limit = int(validation * SEED_LIMIT)
@@ -427,65 +306,43 @@ class PartEncoder:
     def __call__(self, part: Part) -> EncodedPart:
         data = part.read()
         texts = part_texts(part, data)
-        splits = self._assign_splits(part, len(texts))
-        tokens = {"train": SplitTokens(), "valid": SplitTokens()}
+        is_valid = self._draw_splits(part, len(texts))
+        splits: dict[str, SplitTokens] = {}
         for index, (text, ids) in enumerate(zip(texts, self.encoder(texts), strict=True)):
-            split = tokens[splits[index]]
+            tokens = splits.setdefault("valid" if is_valid[index] else "train", SplitTokens(bytearray(), []))
+            tokens.ids += ids
+            tokens.num_bytes += len(text) if text.isascii() else len(text.encode())
+            if self.unk_id is not None:
+                tokens.unknown += int(np.count_nonzero(np.frombuffer(ids, self.dtype) == self.unk_id))
             # Running text goes on in the next piece, unless that belongs to the other split.
-            ends = part.unit == "line" or splits[index] != splits[index + 1]
-            self._append(split, ids, text, ends or (part.is_last and index + 1 == len(texts)))
-        rows = {
-            name: (split.ids, split.end_array, split.num_bytes, split.unknown)
-            for name, split in tokens.items()
-            if split.rows
-        }
-        return EncodedPart(part.number, part.stop, len(data), rows)
+            is_end = part.unit == "line" or is_valid[index] != is_valid[index + 1]
+            if is_end or (part.is_last and index + 1 == len(texts)):
+                tokens.ids += self.eos
+                tokens.ends.append(len(tokens.ids) // self.dtype.itemsize)
+        return EncodedPart(part.number, len(data), splits)
 
-    def _assign_splits(self, part: Part, count: int) -> list[str]:
-        """Return the split of each text of a part, and of the first text of the next part."""
+    def _draw_splits(self, part: Part, count: int) -> list[bool]:
+        """Return whether each text of a part, and the first text of the next part, is held out for validation."""
         if not self.validation_limit:
-            return ["train"] * (count + 1)
-        draws = [*random_uint64(HOLDOUT_SEED, part.number, count, "holdout").tolist()]
+            return [False] * (count + 1)
+        draws = random_uint64(HOLDOUT_SEED, part.number, count, "holdout").tolist()
         draws += random_uint64(HOLDOUT_SEED, part.number + 1, 1, "holdout").tolist()
-        return ["valid" if draw < self.validation_limit else "train" for draw in draws]
-
-    def _append(self, split: SplitTokens, ids: bytes, text: str, ends: bool) -> None:
-        split.rows.append(ids)
-        split.num_tokens += len(ids) // self.dtype.itemsize
-        split.num_bytes += len(text) if text.isascii() else len(text.encode())
-        if self.tokenizer.unk_id is not None:
-            split.unknown += int(np.count_nonzero(np.frombuffer(ids, self.dtype) == self.tokenizer.unk_id))
-        if ends:
-            split.rows.append(self.eos)
-            split.num_tokens += bool(self.eos)
-            split.ends.append(split.num_tokens)
-
-
-# -- texts -------------------------------------------------------------------------------------------------------------
+        return [draw < self.validation_limit for draw in draws]
 
 
 def part_texts(part: Part, data: bytes | None = None) -> list[str]:
     """Return the documents of a part or, if its unit is the file, pieces of the running text."""
     data = part.read() if data is None else data
-    return list(_lines(part, data) if part.unit == "line" else _pieces(_decode(part, data)))
+    return list(_lines(part, data) if part.unit == "line" else _pieces(part, data))
 
 
-def _decode(part: Part, data: bytes) -> str:
-    """Return a part as text, in the form that `read_text` gives it."""
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as problem:
-        raise _error(part, data, problem.start, "a byte is not UTF-8; convert the file to UTF-8") from None
-    return (text.removeprefix(BYTE_ORDER_MARK) if part.start == 0 else text).replace("\r\n", "\n")
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Cut running text into pieces of about PIECE_LENGTH characters."""
+def _pieces(part: Part, data: bytes) -> Iterator[str]:
+    """Cut running text, in the form that `read_text` gives it, into pieces of about PIECE_LENGTH characters."""
+    text = _decode(part, data, 0, data).replace("\r\n", "\n")
     start = 0
     while start < len(text):
         found = _WORD_END.search(text, start + PIECE_LENGTH, start + 2 * PIECE_LENGTH)
-        stop = len(text) if start + PIECE_LENGTH >= len(text) else start + PIECE_LENGTH
-        stop = stop if found is None else found.start()
+        stop = min(start + PIECE_LENGTH, len(text)) if found is None else found.start()
         yield text[start:stop]
         start = stop
 
@@ -493,16 +350,21 @@ def _pieces(text: str) -> Iterator[str]:
 def _lines(part: Part, data: bytes) -> Iterator[str]:
     """Yield the document on each line that is not blank: the line itself, or "text" of the object on it."""
     offset = 0
-    is_jsonl = part.source.is_jsonl
     for line in data.split(b"\n"):
         if line.strip():
-            try:
-                text = line.decode("utf-8").removesuffix("\r")
-            except UnicodeDecodeError:
-                raise _error(part, data, offset, "a byte is not UTF-8; convert the file to UTF-8") from None
-            text = text.removeprefix(BYTE_ORDER_MARK) if part.start == offset == 0 else text
-            yield _document(part, data, offset, text) if is_jsonl else text
+            text = _decode(part, data, offset, line).removesuffix("\r")
+            yield _document(part, data, offset, text) if is_jsonl(part.source) else text
         offset += len(line) + 1
+
+
+def _decode(part: Part, data: bytes, offset: int, raw: bytes) -> str:
+    """Return the bytes from an offset in a part on as text."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        place = offset + (problem.start if raw is data else 0)
+        raise _error(part, data, place, "a byte is not UTF-8; convert the file to UTF-8") from None
+    return text.removeprefix(BYTE_ORDER_MARK) if part.start == offset == 0 else text
 
 
 def _document(part: Part, data: bytes, offset: int, line: str) -> str:
@@ -526,40 +388,78 @@ def _error(part: Part, data: bytes, offset: int, problem: str) -> FileError:
     """Return an error that names the file and the line."""
     if part.source.name == STANDARD_INPUT:
         return FileError(f"standard input, near byte {part.start + offset:,}: {problem}")
-    number = 1 + _count_lines(part.source, part.start) + data.count(b"\n", 0, offset)
+    number, rest = 1 + data.count(b"\n", 0, offset), part.start
+    with open_stream(part.source) as stream:
+        while rest > 0 and (block := stream.read(min(rest, READ_BLOCK))):
+            number += block.count(b"\n")
+            rest -= len(block)
     return FileError(f"{part.source.name}, line {number:,}: {problem}")
 
 
-def _count_lines(source: Source, stop: int) -> int:
-    count = 0
-    with open_stream(source) as stream:
-        while stop > 0 and (block := stream.read(min(stop, READ_BLOCK))):
-            count += block.count(b"\n")
-            stop -= len(block)
-    return count
+# -- the progress of an interrupted preparation ------------------------------------------------------------------------
+
+SETTING_NAMES = {
+    "tokenizer": "another tokenizer",
+    "documents": "another --documents",
+    "validation": "another --validation",
+    "shard_tokens": "another --shard-tokens",
+    "part_bytes": "parts of another size",
+}
+NOTHING_WRITTEN = WriterState()
+Record = TypeVar("Record")
 
 
-# -- worker processes --------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The content of progress.json, which is replaced after the files of the splits have been synced."""
 
-_encoder: PartEncoder | None = None
+    format: Literal["monoblock-tokens-progress"] = "monoblock-tokens-progress"
+    next_part: int = 0  # the first part that is not written yet
+    bytes: int = 0  # of text before this part
+    stream_checksum: int = 0  # CRC-32 of the text before this part that cannot be read twice
+    train: WriterState = NOTHING_WRITTEN
+    valid: WriterState = NOTHING_WRITTEN
 
-
-def start_worker(tokenizer_folder: Path, validation: float) -> None:
-    """Prepare a worker process: load the tokenizer, and end when the main process ends."""
-    global _encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder = PartEncoder(Tokenizer.from_pretrained(tokenizer_folder), validation)
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 0, "next_part", "bytes")
 
 
-def encode_in_worker(part: Part) -> EncodedPart:
-    assert _encoder is not None
-    return _encoder(part)
+def _read_record(path: Path, kind: type[Record]) -> Record:
+    try:
+        return from_dict(kind, read_json(path, max_bytes=MAX_MANIFEST_BYTES), path.name)
+    except ConfigError as problem:
+        raise FileError(f"{path} cannot be used: {problem}; delete {path.parent} and begin anew") from None
+
+
+def check_same_settings(folder: Path, saved: PreparationSettings | None, current: PreparationSettings) -> None:
+    """Raise ConfigError, naming the first difference, unless a folder was begun with the current settings."""
+    advice = "give the same arguments, or another folder with --out"
+    if saved is None:
+        raise ConfigError(f"{folder} was not written by `monoblock data prepare`; give another folder with --out")
+    for name, what in SETTING_NAMES.items():
+        before, now = getattr(saved, name), getattr(current, name)
+        if before != now:
+            raise ConfigError(f"{folder} was begun with {what} ({before}, and now {now}); {advice}")
+    if saved.sources != current.sources:
+        old, new = ({source.name: source for source in settings.sources} for settings in (saved, current))
+        name = next((name for name in {**old, **new} if old.get(name) != new.get(name)), None)
+        change = "is missing now" if name not in new else "is new" if name not in old else "was changed since then"
+        what = "their order differs" if name is None else f"{name} {change}"
+        raise ConfigError(f"{folder} was begun with other texts: {what}; {advice}")
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Keep other processes from preparing the same folder at the same time."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise FileError(f"{folder} is being written by another process; wait until it ends") from None
+    finally:
+        os.close(handle)

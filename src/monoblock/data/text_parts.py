@@ -11,7 +11,8 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -28,59 +29,41 @@ TEXT_SUFFIXES = (".txt", ".jsonl")
 COMPRESSED_SUFFIXES = ("", ".gz", ".zst")
 SUFFIXES = tuple(suffix + compressed for compressed in COMPRESSED_SUFFIXES for suffix in TEXT_SUFFIXES)
 
+PART_BYTES = 2**22
+CUT_WINDOW = 2**16  # bytes in which a place to cut running text is looked for
+MAX_LINE_BYTES = 2**26
+READ_BLOCK = 2**20
+SAMPLE_BLOCK = 2**16
 
-@dataclass(frozen=True)
-class Source:
-    """A file to read; the name `-` is standard input.
-
-    size: in bytes, as it is stored; None for standard input.
-    modified: the time of the last change in nanoseconds.
-    """
-
-    name: str
-    size: int | None = None
-    modified: int | None = None
-
-    @property
-    def is_jsonl(self) -> bool:
-        return any(self.name.endswith(f".jsonl{suffix}") for suffix in COMPRESSED_SUFFIXES)
-
-    @property
-    def is_seekable(self) -> bool:
-        """Whether workers can read parts of the file by themselves."""
-        return self.name != STANDARD_INPUT and not self.name.endswith(COMPRESSED_SUFFIXES[1:])
-
-    def describe(self) -> SourceFile:
-        """Return the entry of the manifest."""
-        return SourceFile(name=self.name, bytes=self.size, modified=self.modified)
+DocumentUnit = Literal["file", "line"]  # a text file is one document, or one for each line
+# A letter or digit (or any character beyond ASCII) and white space, where no known tokenizer joins characters.
+_WORD_END = re.compile(rb"(?<=[0-9A-Za-z])[ \n\t]")
+_ANY_END = re.compile(rb"(?<=[^\s])[ \n\t]")
 
 
-def find_sources(names: Sequence[str]) -> list[Source]:
-    """Return the files at the given paths, and those in folders in the order of their names."""
-    sources = [source for name in names for source in _expand(name)]
-    counts: dict[str, int] = {}
-    for source in sources:
-        counts[source.name] = counts.get(source.name, 0) + 1
-        if counts[source.name] > 1:
-            raise FileError(f"{source.name} is given twice; give every text once")
+# -- the texts ---------------------------------------------------------------------------------------------------------
+
+
+def find_sources(names: Sequence[str]) -> list[SourceFile]:
+    """Return the files at the given paths, and those in folders in the order of their names; `-` is standard input."""
+    sources: list[SourceFile] = []
+    for name in names:
+        files = [name]
+        if name != STANDARD_INPUT and Path(name).is_dir():
+            inside = sorted(Path(root) / file for root, _, names in os.walk(name) for file in names)
+            files = [str(file) for file in inside if file.name.endswith(SUFFIXES)]
+            if not files:
+                raise FileError(f"{name} has no file that ends in {', '.join(SUFFIXES)}")
+        sources += map(_describe_source, files)
+    for name, count in Counter(source.name for source in sources).most_common(1):
+        if count > 1:
+            raise FileError(f"{name} is given twice; give every text once")
     return sources
 
 
-def _expand(name: str) -> Iterator[Source]:
-    path = Path(name)
+def _describe_source(name: str) -> SourceFile:
     if name == STANDARD_INPUT:
-        yield Source(name)
-    elif path.is_dir():
-        files = sorted(Path(root) / file for root, _, names in os.walk(path) for file in names)
-        found = [file for file in files if file.name.endswith(SUFFIXES)]
-        if not found:
-            raise FileError(f"{name} has no file that ends in {', '.join(SUFFIXES)}")
-        yield from map(_file_source, map(str, found))
-    else:
-        yield _file_source(name)
-
-
-def _file_source(name: str) -> Source:
+        return SourceFile(name=name)
     if not os.path.exists(name):
         raise FileError(f"there is no file or folder {name!r}")
     if not name.endswith(SUFFIXES):
@@ -89,18 +72,27 @@ def _file_source(name: str) -> Source:
         raise FileError(f"{name} needs the package zstandard; pip install zstandard, or zstd -dc {name} | … prepare -")
     with open_regular(name) as file:
         status = os.fstat(file.fileno())
-    return Source(name, status.st_size, status.st_mtime_ns)
+    return SourceFile(name=name, bytes=status.st_size, modified=status.st_mtime_ns)
 
 
-def check_unchanged(sources: Sequence[Source]) -> None:
+def check_unchanged(sources: Sequence[SourceFile]) -> None:
     """Raise FileError if a file was changed since `find_sources` saw it."""
     for source in sources:
-        if source.name != STANDARD_INPUT and _file_source(source.name) != source:
+        if _describe_source(source.name) != source:
             raise FileError(f"{source.name} was changed while it was read; delete the output folder and begin anew")
 
 
+def is_jsonl(source: SourceFile) -> bool:
+    return any(source.name.endswith(f".jsonl{suffix}") for suffix in COMPRESSED_SUFFIXES)
+
+
+def is_seekable(source: SourceFile) -> bool:
+    """Return whether workers can read parts of a file by themselves."""
+    return source.name != STANDARD_INPUT and not source.name.endswith(COMPRESSED_SUFFIXES[1:])
+
+
 @contextmanager
-def open_stream(source: Source) -> Iterator[BinaryIO]:
+def open_stream(source: SourceFile) -> Iterator[BinaryIO]:
     """Open a source to read its text from the beginning, decompressed; damage raises FileError."""
     try:
         if source.name == STANDARD_INPUT:
@@ -121,16 +113,7 @@ def open_stream(source: Source) -> Iterator[BinaryIO]:
         raise FileError(f"{source.name} cannot be read: {problem.strerror or problem}") from None
 
 
-PART_BYTES = 2**22
-CUT_WINDOW = 2**16  # bytes in which a place to cut running text is looked for
-MAX_LINE_BYTES = 2**26
-READ_BLOCK = 2**20
-SAMPLE_BLOCK = 2**16
-
-DocumentUnit = Literal["file", "line"]  # a text file is one document, or one for each line
-# A letter or digit (or any character beyond ASCII) and white space, where no known tokenizer joins characters.
-_WORD_END = re.compile(rb"(?<=[0-9A-Za-z])[ \n\t]")
-_ANY_END = re.compile(rb"(?<=[^\s])[ \n\t]")
+# -- their parts -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -143,7 +126,7 @@ class Part:
     """
 
     number: int
-    source: Source
+    source: SourceFile
     unit: DocumentUnit
     start: int
     stop: int
@@ -153,85 +136,117 @@ class Part:
     def read(self) -> bytes:
         if self.data is not None:
             return self.data
-        try:
-            with open_regular(self.source.name) as file:
-                file.seek(self.start)
-                data = file.read(self.stop - self.start)
-        except OSError as problem:
-            raise FileError(f"{self.source.name} cannot be read: {problem.strerror or problem}") from None
+        with open_stream(self.source) as file:
+            file.seek(self.start)
+            data = file.read(self.stop - self.start)
         if len(data) < self.stop - self.start:
             raise FileError(f"{self.source.name} was cut while it was read; delete the output folder and begin anew")
         return data
 
 
-def iterate_parts(sources: Sequence[Source], unit: DocumentUnit, part_bytes: int = PART_BYTES) -> Iterator[Part]:
+def iterate_parts(sources: Sequence[SourceFile], unit: DocumentUnit, part_bytes: int = PART_BYTES) -> Iterator[Part]:
     """Yield the parts of all sources in their order.
 
     unit: what a document of a text file is; each line of a .jsonl file is a document.
     """
     number = 0
     for source in sources:
-        source_unit: DocumentUnit = "line" if source.is_jsonl else unit
-        iterate = _iterate_file if source.is_seekable else _iterate_stream
-        for start, stop, is_last, data in iterate(source, source_unit, part_bytes):
-            yield Part(number, source, source_unit, start, stop, is_last, data)
+        for part in _iterate_source(source, unit, part_bytes, number):
+            yield part
             number += 1
 
 
-Cut = tuple[int, int, bool, bytes | None]
-
-
-def _iterate_file(source: Source, unit: DocumentUnit, part_bytes: int) -> Iterator[Cut]:
-    assert source.size is not None
-    with open_regular(source.name) as file:
-
-        def read(start: int, size: int) -> bytes:
-            file.seek(start)
-            return file.read(size)
-
-        start = 0
-        while True:
-            boundary = start - start % part_bytes + part_bytes
-            stop = source.size if boundary >= source.size else _find_cut(source, unit, boundary, read)
-            yield start, stop, stop >= source.size, None
-            if stop >= source.size:
-                return
-            start = stop
-
-
-def _iterate_stream(source: Source, unit: DocumentUnit, part_bytes: int) -> Iterator[Cut]:
+def _iterate_source(source: SourceFile, unit: DocumentUnit, part_bytes: int, number: int = 0) -> Iterator[Part]:
+    unit = "line" if is_jsonl(source) else unit
     with open_stream(source) as stream:
-        buffer = _StreamBuffer(stream)
-        start = 0
+        text = _File(stream) if is_seekable(source) else _Stream(stream)
+        start, is_last = 0, False
+        while not is_last:
+            stop = text.find_cut(source, unit, start - start % part_bytes + part_bytes)
+            is_last = not text.read(stop, 1)
+            yield Part(number, source, unit, start, stop, is_last, text.take(stop))
+            start, number = stop, number + 1
+
+
+def sample_parts(sources: Sequence[SourceFile], unit: DocumentUnit, num_bytes: int) -> Iterator[Part]:
+    """Yield parts at equal distances with about `num_bytes` in all; of compressed sources, the first part."""
+    total = sum(source.bytes or 0 for source in sources)
+    for source in sources:
+        size = source.bytes or 0
+        share = max(SAMPLE_BLOCK, num_bytes * size // max(1, total))
+        if not is_seekable(source):
+            yield next(_iterate_source(source, unit, share))
+        elif size:
+            source_unit: DocumentUnit = "line" if is_jsonl(source) else unit
+            count = max(1, min(share, size) // SAMPLE_BLOCK)
+            with open_stream(source) as stream:
+                text = _File(stream)
+                for offset in (size * index // count for index in range(count)):
+                    start = text.find_cut(source, source_unit, offset) if offset else 0
+                    stop = text.find_cut(source, source_unit, min(size, start + SAMPLE_BLOCK))
+                    yield Part(0, source, source_unit, start, stop, stop == size)
+
+
+class _File:
+    """A file that is read from any offset on; workers read its parts by themselves."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream = stream
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return the `size` bytes from an offset on, or as many as there are."""
+        self.stream.seek(start)
+        return self.stream.read(size)
+
+    def take(self, stop: int) -> bytes | None:
+        """Return what workers cannot read by themselves."""
+        return None
+
+    def find_cut(self, source: SourceFile, unit: DocumentUnit, boundary: int) -> int:
+        """Return the offset of the first good place to cut at or after `boundary`, or the end of the text."""
+        start = boundary - 1  # a line that ends just before the boundary is not followed by another one
+        if unit == "file":
+            window = self.read(start, CUT_WINDOW)
+            if found := _WORD_END.search(window, 1) or _ANY_END.search(window, 1):
+                return start + found.start()
+            # Text without spaces is cut between any two characters; the bytes 80 to BF continue a character of UTF-8.
+            inside = (index for index in range(1, len(window)) if window[index] & 0xC0 != 0x80)
+            return self.end() if len(window) <= 1 else start + next(inside, len(window))
         while True:
-            boundary = start - start % part_bytes + part_bytes
-            is_end = not buffer.read(boundary, 1)
-            stop = buffer.end if is_end else _find_cut(source, unit, boundary, buffer.read)
-            is_last = is_end or not buffer.read(stop, 1)
-            yield start, stop, is_last, buffer.take(stop)
-            if is_last:
-                return
-            start = stop
+            block = self.read(start, READ_BLOCK)
+            index = block.find(b"\n")
+            if index >= 0:
+                return start + index + 1
+            if len(block) < READ_BLOCK:
+                return self.end()
+            start += len(block)
+            if start - boundary > MAX_LINE_BYTES:
+                raise FileError(
+                    f"{source.name} has a line of more than {MAX_LINE_BYTES >> 20} MB near byte {boundary:,}; "
+                    "is every document on its own line?"
+                )
+
+    def end(self) -> int:
+        return self.stream.seek(0, os.SEEK_END)
 
 
-class _StreamBuffer:
+class _Stream(_File):
     """The bytes of a stream that were read and not yet taken, by their offsets in the stream."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self.stream, self.start, self.data = stream, 0, bytearray()
+        super().__init__(stream)
+        self.start, self.data = 0, bytearray()
 
-    @property
     def end(self) -> int:
         return self.start + len(self.data)
 
     def read(self, start: int, size: int) -> bytes:
-        """Return the `size` bytes from an offset on, or as many as there are."""
-        while self.end < start + size:
+        while self.end() < start + size:
             block = self.stream.read(READ_BLOCK)
             if not block:
                 break
             self.data += block
-        return bytes(self.data[start - self.start : start - self.start + size])
+        return bytes(self.data[max(start - self.start, 0) : max(start - self.start + size, 0)])
 
     def take(self, stop: int) -> bytes:
         """Remove and return all bytes before an offset."""
@@ -239,62 +254,3 @@ class _StreamBuffer:
         del self.data[: stop - self.start]
         self.start = stop
         return taken
-
-
-def _find_cut(source: Source, unit: DocumentUnit, boundary: int, read: Callable[[int, int], bytes]) -> int:
-    """Return the offset of the first good place to cut at or after `boundary`, or the end of the text."""
-    return _find_line_end(source, boundary, read) if unit == "line" else _find_word_end(boundary, read)
-
-
-def _find_line_end(source: Source, boundary: int, read: Callable[[int, int], bytes]) -> int:
-    start = boundary - 1  # a line that ends just before the boundary is not followed by another one
-    while True:
-        block = read(start, READ_BLOCK)
-        index = block.find(b"\n")
-        if index >= 0:
-            return start + index + 1
-        start += len(block)
-        if len(block) < READ_BLOCK:
-            return start
-        if start - boundary > MAX_LINE_BYTES:
-            raise FileError(
-                f"{source.name} has a line of more than {MAX_LINE_BYTES >> 20} MB near byte {boundary:,}; "
-                "is every document on its own line?"
-            )
-
-
-def _find_word_end(boundary: int, read: Callable[[int, int], bytes]) -> int:
-    window = read(boundary - 1, CUT_WINDOW)
-    found = _WORD_END.search(window, 1) or _ANY_END.search(window, 1)
-    if found is not None:
-        return boundary - 1 + found.start()
-    # Text without spaces is cut between any two characters; the bytes 80 to BF continue a character of UTF-8.
-    return boundary - 1 + next((i for i in range(1, len(window)) if window[i] & 0xC0 != 0x80), len(window))
-
-
-def sample_parts(sources: Sequence[Source], unit: DocumentUnit, num_bytes: int) -> Iterator[Part]:
-    """Yield parts at equal distances with about `num_bytes` in all; of compressed sources, the first part."""
-    total = sum(source.size or 0 for source in sources)
-    for source in sources:
-        source_unit: DocumentUnit = "line" if source.is_jsonl else unit
-        share = max(SAMPLE_BLOCK, num_bytes * (source.size or 0) // max(1, total))
-        if not source.is_seekable:
-            start, stop, is_last, data = next(_iterate_stream(source, source_unit, share))
-            yield Part(0, source, source_unit, start, stop, is_last, data)
-        elif source.size:
-            count = max(1, min(share, source.size) // SAMPLE_BLOCK)
-            yield from _sample_file(source, source_unit, [source.size * index // count for index in range(count)])
-
-
-def _sample_file(source: Source, unit: DocumentUnit, offsets: Sequence[int]) -> Iterator[Part]:
-    assert source.size is not None
-    with open_regular(source.name) as file:
-
-        def read(start: int, size: int) -> bytes:
-            file.seek(start)
-            return file.read(size)
-
-        for offset in offsets:
-            start = _find_cut(source, unit, offset, read) if offset else 0
-            stop = _find_cut(source, unit, min(source.size, start + SAMPLE_BLOCK), read)
-            yield Part(0, source, unit, start, stop, stop == source.size)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from monoblock.config.schema import check_at_least, check_types, from_dict, to_dict
 from monoblock.errors import ConfigError, FileError, InputError, SplitError
-from monoblock.untrusted_files import open_regular, open_to_write, read_json
+from monoblock.untrusted_files import open_regular, open_to_write, read_json, write_atomically
 
 MANIFEST_FILE, PROGRESS_FILE = "manifest.json", "progress.json"
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -187,19 +186,14 @@ class TokenDataset:
     The ids come from a folder of shards, or with `from_documents` from memory.
     """
 
-    def __init__(self, folder: str | Path, split: str = "train", *, verify: bool = False) -> None:
-        """Open one split of a folder of tokens read-only.
-
-        The sizes of its files are always checked; `verify` also reads every file and checks its SHA-256.
-        """
+    def __init__(self, folder: str | Path, split: str = "train") -> None:
+        """Open one split of a folder of tokens read-only; the sizes of its files are checked."""
         self.folder: Path | None = Path(folder)
         self.split = split
         manifest = read_manifest(self.folder)
         if split not in manifest.splits:
             raise SplitError(f"{folder} has no split {split!r}; it has {', '.join(manifest.splits)}")
         self.files: SplitFiles | None = manifest.splits[split]
-        if verify:
-            verify_files(self.folder, self.files)
         shards = [_map_file(self.folder, shard, np.dtype(manifest.dtype)) for shard in self.files.shards]
         offsets = _map_file(self.folder, self.files.documents, OFFSET_DTYPE)
         self._set_arrays(shards, offsets, manifest.vocab, manifest.fingerprint)
@@ -235,10 +229,6 @@ class TokenDataset:
     def __len__(self) -> int:
         return int(self._shard_starts[-1])
 
-    @property
-    def num_documents(self) -> int:
-        return len(self.document_offsets) - 1
-
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return ids[start:stop] of the concatenated documents as one array, even if it spans several shards."""
         if not 0 <= start <= stop <= len(self):
@@ -255,10 +245,6 @@ class TokenDataset:
                 f"{self.folder} holds the id {ids.max()}, beyond its vocabulary of {self.vocab}; write the folder again"
             )
         return ids
-
-    def document(self, number: int) -> NDArray[np.int64]:
-        """Return the ids of document `number`, counted from 0."""
-        return self.read(int(self.document_offsets[number]), int(self.document_offsets[number + 1]))
 
     # Pickling a memory map would copy its whole content, so only the folder is pickled, and opened again.
     def __getstate__(self) -> dict[str, Any]:
@@ -310,6 +296,20 @@ class WriterState:
         check_at_least(self, 0, "open_tokens", "offsets", "bytes", "unknown")
 
 
+@dataclass
+class SplitTokens:
+    """Token ids to append to a split, as the bytes of an array.
+
+    ends: how many of these ids precede the end of each document that ends among them, in ascending order.
+    num_bytes, unknown: the number of bytes of the text that the ids encode, and of unknown tokens among them.
+    """
+
+    ids: bytearray
+    ends: list[int]
+    num_bytes: int = 0
+    unknown: int = 0
+
+
 class SplitWriter:
     """Append token ids to the files of a split; every shard but the last has `shard_tokens` tokens.
 
@@ -346,16 +346,11 @@ class SplitWriter:
     def _open_tokens(self) -> int:
         return self.tokens - sum(shard.count for shard in self.shards)
 
-    def append(self, ids: bytes, ends: NDArray[Any], num_bytes: int = 0, unknown: int = 0) -> None:
-        """Append ids, given as the bytes of an array of `dtype`.
-
-        ends: how many of these ids precede the end of each document that ends among them, in ascending order.
-        num_bytes, unknown: the number of bytes of the text that the ids encode, and of unknown tokens among them.
-        """
-        self._append_offsets((self.tokens + ends.astype(OFFSET_DTYPE)).astype(OFFSET_DTYPE))
-        self.num_bytes += num_bytes
-        self.unknown += unknown
-        rest = memoryview(ids)
+    def append(self, tokens: SplitTokens) -> None:
+        self._append_offsets((self.tokens + np.array(tokens.ends, OFFSET_DTYPE)).astype(OFFSET_DTYPE))
+        self.num_bytes += tokens.num_bytes
+        self.unknown += tokens.unknown
+        rest = memoryview(tokens.ids)
         room = (self.shard_tokens - self._open_tokens) * self.dtype.itemsize
         while len(rest):
             part = rest[:room]
@@ -441,23 +436,14 @@ def _sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Write the names of the files in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file atomically, and sync the folder."""
+    write_atomically(path, json.dumps(to_dict(value), indent=2, ensure_ascii=False) + "\n")
+    handle = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file under a temporary name, sync it and rename it: it is never incomplete."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open_to_write(temporary) as file:
-        file.write((json.dumps(to_dict(value), indent=2, ensure_ascii=False) + "\n").encode())
-        _sync(file)
-    os.replace(temporary, path)
-    sync_folder(path.parent)
 
 
 def write_manifest(
@@ -487,41 +473,3 @@ def remove_unlisted_files(folder: Path, manifest: ShardManifest) -> None:
     for path in folder.glob("*-*.bin"):
         if path.name not in listed and path.stem.startswith(("train-", "valid-")):
             path.unlink()
-
-
-def write_shards(
-    folder: str | Path,
-    documents: Iterable[Sequence[int]],
-    vocab: int,
-    shard_tokens: int = DEFAULT_SHARD_TOKENS,
-    *,
-    fingerprint: str | None = None,
-) -> ShardManifest:
-    """Write documents, which are sequences of token ids from 0 to vocab − 1, to a new folder of tokens.
-
-    Each shard is a file of `shard_tokens` tokens (the last may have fewer). The folder is written under a temporary
-    name and renamed when it is complete.
-    """
-    folder = Path(folder)
-    if folder.exists():
-        raise FileError(f"{folder} already exists; give another folder, or delete it")
-    if shard_tokens < 1 or vocab < 1:
-        raise InputError(f"shard_tokens={shard_tokens} or vocab={vocab} is too small; write 1 or more")
-    temporary, dtype = folder.with_name(f".{folder.name}.{os.getpid()}.tmp"), token_dtype(vocab)
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
-            with SplitWriter(temporary, "train", dtype, shard_tokens) as writer:
-                for number, document in enumerate(documents):
-                    ids = check_ids(document, vocab, number)
-                    writer.append(ids.astype(dtype).tobytes(), np.array([len(ids)]))
-                manifest = write_manifest(temporary, vocab, fingerprint, {"train": writer.finish()})
-            sync_folder(temporary)
-            temporary.rename(folder)
-            sync_folder(folder.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as problem:
-        raise FileError(f"tokens cannot be written to {folder}: {problem.strerror or problem}") from None
-    return manifest

@@ -47,9 +47,8 @@ class TableRow(NamedTuple):
 
 def read_table(path: str | Path) -> Iterator[TableRow]:
     """Yield the rows of a .csv file or of a tab-separated file, without empty lines."""
-    rows = read_csv(path) if Path(path).suffix == ".csv" else _read_tab_separated(path)
     empty = True
-    for row in rows:
+    for row in _read_csv(path) if Path(path).suffix == ".csv" else _read_tab_separated(path):
         if any(cell.strip() for cell in row.cells):
             empty = False
             yield row
@@ -57,8 +56,7 @@ def read_table(path: str | Path) -> Iterator[TableRow]:
         raise empty_file_error(path)
 
 
-def read_csv(path: str | Path) -> Iterator[TableRow]:
-    """Yield the rows of a .csv file."""
+def _read_csv(path: str | Path) -> Iterator[TableRow]:
     reader = _csv_reader(path)
     limit = csv.field_size_limit(MAX_CELL_LENGTH)  # a setting of the whole process, which is restored below
     try:
@@ -81,6 +79,9 @@ def _read_tab_separated(path: str | Path) -> Iterator[TableRow]:
     return (TableRow(number, line.split("\t")) for number, line in numbered_lines(path))
 
 
+# -- the names of columns ----------------------------------------------------------------------------------------------
+
+
 def find_columns(header: Sequence[str], names: ColumnNames) -> dict[str, int]:
     """Return the index of each column that a header names; columns that it does not name are left out."""
     cells = [cell.strip().casefold() for cell in header]
@@ -100,24 +101,10 @@ def find_pair_columns(header: Sequence[str]) -> dict[str, int]:
     if len(languages) > 2:  # "id" and "no" are codes of languages, and names of columns with numbers
         languages = [index for index in languages if header[index].strip().casefold() not in ("id", "no")]
     differ = len({header[index].strip().casefold() for index in languages}) == len(languages) == 2
-    if not differ or any(is_count(cell.strip()) for cell in header):  # is source<TAB>target<TAB>frequency a row?
+    if not differ or any(map(_is_count, header)):  # is source<TAB>target<TAB>frequency a row?
         return {}
-    return {"source": languages[0], "target": languages[1]} | {
-        name: index for name, index in found.items() if name == "frequency"
-    }
-
-
-def is_count(cell: str) -> bool:
-    return cell.isascii() and cell.isdigit()
-
-
-def is_number(label: object) -> bool:
-    """Return whether a label is written as a number."""
-    try:
-        float(str(label))
-    except ValueError:
-        return False
-    return True
+    frequency = {name: index for name, index in found.items() if name == "frequency"}
+    return {"source": languages[0], "target": languages[1]} | frequency
 
 
 def header_kind(header: Sequence[str]) -> CorpusKind | None:
@@ -158,92 +145,20 @@ def check_width(path: str | Path, row: TableRow, header: Sequence[str]) -> None:
         )
 
 
-def read_documents(path: str | Path) -> Iterator[str]:
-    """Yield the documents of a .jsonl or .csv file: the value of "text" in each object, or the column "text"."""
-    if Path(path).suffix == ".csv":
-        yield from _read_text_column(path)
-        return
-    for number, row in read_jsonl(path):
-        yield string_field(path, number, row, "text")
+def _is_count(cell: str) -> bool:
+    return cell.strip().isascii() and cell.strip().isdigit()
 
 
-def _read_text_column(path: str | Path) -> Iterator[str]:
-    table = read_table(path)
-    header = next(table).cells
-    check_columns(path, header, "text")
-    index = find_columns(header, TEXT_COLUMNS)["text"]
-    for row in table:
-        check_width(path, row, header)
-        yield row.cells[index]
+def is_number(label: object) -> bool:
+    """Return whether a label is written as a number."""
+    try:
+        float(str(label))
+    except ValueError:
+        return False
+    return True
 
 
-# -- names of languages in the header of a table -----------------------------------------------------------------------
-
-# The languages of ISO 639-1: their codes of two and of three letters (ISO 639-2), and their names.
-LANGUAGES = """
-aa/aar/Afar, ab/abk/Abkhazian, ae/ave/Avestan, af/afr/Afrikaans, ak/aka/Akan, am/amh/Amharic, an/arg/Aragonese,
-ar/ara/Arabic, as/asm/Assamese, av/ava/Avaric, ay/aym/Aymara, az/aze/Azerbaijani, ba/bak/Bashkir, be/bel/Belarusian,
-bg/bul/Bulgarian, bi/bis/Bislama, bm/bam/Bambara, bn/ben/Bengali, bo/bod/tib/Tibetan, br/bre/Breton, bs/bos/Bosnian,
-ca/cat/Catalan, ce/che/Chechen, ch/cha/Chamorro, co/cos/Corsican, cr/cre/Cree, cs/ces/cze/Czech,
-cu/chu/Church Slavic, cv/chv/Chuvash, cy/cym/wel/Welsh, da/dan/Danish, de/deu/ger/German, dv/div/Divehi,
-dz/dzo/Dzongkha, ee/ewe/Ewe, el/ell/gre/Modern Greek, en/eng/English, eo/epo/Esperanto, es/spa/Spanish,
-et/est/Estonian, eu/eus/baq/Basque, fa/fas/per/Persian, ff/ful/Fulah, fi/fin/Finnish, fj/fij/Fijian, fo/fao/Faroese,
-fr/fra/fre/French, fy/fry/Western Frisian, ga/gle/Irish, gd/gla/Scottish Gaelic, gl/glg/Galician, gn/grn/Guarani,
-gu/guj/Gujarati, gv/glv/Manx, ha/hau/Hausa, he/heb/Hebrew, hi/hin/Hindi, ho/hmo/Hiri Motu, hr/hrv/Croatian,
-ht/hat/Haitian, hu/hun/Hungarian, hy/hye/arm/Armenian, hz/her/Herero, ia/ina/Interlingua, id/ind/Indonesian,
-ie/ile/Interlingue, ig/ibo/Igbo, ii/iii/Sichuan Yi, ik/ipk/Inupiaq, io/ido/Ido, is/isl/ice/Icelandic,
-it/ita/Italian, iu/iku/Inuktitut, ja/jpn/Japanese, jv/jav/Javanese, ka/kat/geo/Georgian, kg/kon/Kongo,
-ki/kik/Kikuyu, kj/kua/Kuanyama, kk/kaz/Kazakh, kl/kal/Kalaallisut, km/khm/Khmer, kn/kan/Kannada, ko/kor/Korean,
-kr/kau/Kanuri, ks/kas/Kashmiri, ku/kur/Kurdish, kv/kom/Komi, kw/cor/Cornish, ky/kir/Kirghiz, la/lat/Latin,
-lb/ltz/Luxembourgish, lg/lug/Ganda, li/lim/Limburgan, ln/lin/Lingala, lo/lao/Lao, lt/lit/Lithuanian,
-lu/lub/Luba-Katanga, lv/lav/Latvian, mg/mlg/Malagasy, mh/mah/Marshallese, mi/mri/mao/Maori, mk/mkd/mac/Macedonian,
-ml/mal/Malayalam, mn/mon/Mongolian, mr/mar/Marathi, ms/msa/may/Malay, mt/mlt/Maltese, my/mya/bur/Burmese,
-na/nau/Nauru, nb/nob/Norwegian Bokmål, nd/nde/North Ndebele, ne/nep/Nepali, ng/ndo/Ndonga, nl/nld/dut/Dutch,
-nn/nno/Norwegian Nynorsk, no/nor/Norwegian, nr/nbl/South Ndebele, nv/nav/Navajo, ny/nya/Chichewa, oc/oci/Occitan,
-oj/oji/Ojibwa, om/orm/Oromo, or/ori/Oriya, os/oss/Ossetian, pa/pan/Panjabi, pi/pli/Pali, pl/pol/Polish,
-ps/pus/Pushto, pt/por/Portuguese, qu/que/Quechua, rm/roh/Romansh, rn/run/Rundi, ro/ron/rum/Romanian, ru/rus/Russian,
-rw/kin/Kinyarwanda, sa/san/Sanskrit, sc/srd/Sardinian, sd/snd/Sindhi, se/sme/Northern Sami, sg/sag/Sango,
-sh/hbs/Serbo-Croatian, si/sin/Sinhala, sk/slk/slo/Slovak, sl/slv/Slovenian, sm/smo/Samoan, sn/sna/Shona,
-so/som/Somali, sq/sqi/alb/Albanian, sr/srp/Serbian, ss/ssw/Swati, st/sot/Southern Sotho, su/sun/Sundanese,
-sv/swe/Swedish, sw/swa/Swahili, ta/tam/Tamil, te/tel/Telugu, tg/tgk/Tajik, th/tha/Thai, ti/tir/Tigrinya,
-tk/tuk/Turkmen, tl/tgl/Tagalog, tn/tsn/Tswana, to/ton/Tonga, tr/tur/Turkish, ts/tso/Tsonga, tt/tat/Tatar,
-tw/twi/Twi, ty/tah/Tahitian, ug/uig/Uighur, uk/ukr/Ukrainian, ur/urd/Urdu, uz/uzb/Uzbek, ve/ven/Venda,
-vi/vie/Vietnamese, vo/vol/Volapük, wa/wln/Walloon, wo/wol/Wolof, xh/xho/Xhosa, yi/yid/Yiddish, yo/yor/Yoruba,
-za/zha/Zhuang, zh/zho/chi/Chinese, zu/zul/Zulu
-"""
-NAMES = frozenset(name.strip().casefold() for language in LANGUAGES.split(",") for name in language.split("/")) | {
-    "greek",
-    "odia",
-    "punjabi",
-    "norwegian",
-}
-WORDS = {
-    "text",
-    "texts",
-    "sentence",
-    "sentences",
-    "word",
-    "words",
-    "source",
-    "target",
-    "src",
-    "tgt",
-    "language",
-    "lang",
-}
-REGION_OR_SCRIPT = re.compile(r"[A-Z]{2}|[A-Z][a-z]{3}|[0-9]{3}")  # as in pt_BR, hin_Deva and es-419
-
-
-def names_language(cell: str) -> bool:
-    """Return whether a cell is the name or the code of a language, alone or with words such as "text"."""
-    if cell.strip().casefold() in NAMES:
-        return True
-    first, *rest = re.split(r"[\s_-]+", cell.strip())
-    if rest and first.casefold() in WORDS:
-        first, *rest = *rest, first
-    others = all(part.casefold() in WORDS or REGION_OR_SCRIPT.fullmatch(part) for part in rest)
-    return first.casefold() in NAMES and others
-
+# -- pairs and texts ---------------------------------------------------------------------------------------------------
 
 POSITIONS = {"source": 0, "target": 1, "frequency": 2}  # of the columns of a file without a header
 # The keys of source and target in a .jsonl file: our own, and those in Aksharantar (Madhani et al. 2023).
@@ -259,59 +174,45 @@ def read_pairs(path: str | Path) -> Iterator[Pair]:
     the JSON objects.
     """
     if Path(path).suffix in (".jsonl", ".json"):
-        yield from _read_jsonl_pairs(path)
+        for number, item in read_jsonl(path):
+            keys = next((keys for keys in PAIR_KEYS if keys[0] in item), PAIR_KEYS[0])
+            yield _make_pair(path, number, *(string_field(path, number, item, key).strip() for key in keys))
         return
     table = read_table(path)
-    first = next(table)
-    is_csv = Path(path).suffix == ".csv"
+    first, is_csv = next(table), Path(path).suffix == ".csv"
     if is_csv or header_kind(first.cells) == "labelled":
         check_columns(path, first.cells, "pairs")
     named, second = find_pair_columns(first.cells), next(table, None)
-    if not is_csv and _is_inferred_header(first, second, named):
+    if named:  # in other words than ours, two languages
+        is_inferred = len(find_columns(first.cells, REQUIRED_COLUMNS["pairs"])) < len(REQUIRED_COLUMNS["pairs"])
+    else:  # a word above counts
+        has_counts = second is not None and len(second.cells) == len(POSITIONS) and _is_count(second.cells[-1])
+        is_inferred = has_counts and len(first.cells) == len(POSITIONS) and not _is_count(first.cells[-1])
+    if is_inferred and not is_csv:
         warn(
             f"{path}: the first line, {', '.join(map(str.strip, first.cells))!r:.60}, is read as names of columns; "
             "if it is a pair, write source<TAB>target above it",
             stacklevel=2,
         )
-        named = named or dict(POSITIONS)
-    rows = chain([] if second is None else [second], table)
-    columns = named or dict(POSITIONS)
-    for row in rows if named else chain([first], rows):
+        named = named or POSITIONS
+    rows = chain([] if named else [first], [] if second is None else [second], table)
+    for row in rows:
         if named:
             check_width(path, row, first.cells)
         elif len(row.cells) not in (2, 3):
             raise column_error(path, row.number, len(row.cells), "source<TAB>target")
-        yield _parse_pair(path, row, columns)
+        columns = (named or POSITIONS).items()
+        yield _make_pair(
+            path, row.number, **{name: row.cells[index].strip() for name, index in columns if index < len(row.cells)}
+        )
 
 
-def _is_inferred_header(first: TableRow, second: TableRow | None, named: Mapping[str, int]) -> bool:
-    """Return whether a first line names columns in other words than ours: two languages, or a word above counts."""
-    if named:
-        return len(find_columns(first.cells, REQUIRED_COLUMNS["pairs"])) < len(REQUIRED_COLUMNS["pairs"])
-    rows = [first, second]
-    first_counts, second_counts = (
-        row is not None and len(row.cells) == len(POSITIONS) and is_count(row.cells[-1].strip()) for row in rows
-    )
-    return second_counts and not first_counts and len(first.cells) == len(POSITIONS)
-
-
-def _parse_pair(path: str | Path, row: TableRow, columns: Mapping[str, int]) -> Pair:
-    cells = {name: row.cells[index].strip() for name, index in columns.items() if index < len(row.cells)}
-    frequency = cells.get("frequency", "1")
-    if not is_count(frequency):
-        raise FileError(f"{path}, line {row.number}: the third column {frequency!r:.40} is not a count; write a number")
-    if not (cells["source"] and cells["target"]):
-        raise _empty_side_error(path, row.number)
-    return Pair(cells["source"], cells["target"], int(frequency))
-
-
-def _read_jsonl_pairs(path: str | Path) -> Iterator[Pair]:
-    for number, row in read_jsonl(path):
-        keys = next((keys for keys in PAIR_KEYS if keys[0] in row), PAIR_KEYS[0])
-        source, target = (string_field(path, number, row, key).strip() for key in keys)
-        if not (source and target):
-            raise _empty_side_error(path, number)
-        yield Pair(source, target)
+def _make_pair(path: str | Path, number: int, source: str, target: str, frequency: str = "1") -> Pair:
+    if not _is_count(frequency):
+        raise FileError(f"{path}, line {number}: the third column {frequency!r:.40} is not a count; write a number")
+    if not (source and target):
+        raise FileError(f"{path}, line {number}: one side of the pair is empty; fill it, or delete the line")
+    return Pair(source, target, int(frequency))
 
 
 def read_aligned_pairs(source: str | Path, target: str | Path) -> Iterator[Pair]:
@@ -336,9 +237,21 @@ def read_aligned_pairs(source: str | Path, target: str | Path) -> Iterator[Pair]
         raise empty_file_error(source)
 
 
-def _empty_side_error(path: str | Path, number: int) -> FileError:
-    return FileError(f"{path}, line {number}: one side of the pair is empty; fill it, or delete the line")
+def read_documents(path: str | Path) -> Iterator[str]:
+    """Yield the documents of a .jsonl or .csv file: the value of "text" in each object, or the column "text"."""
+    if Path(path).suffix != ".csv":
+        yield from (string_field(path, number, item, "text") for number, item in read_jsonl(path))
+        return
+    table = read_table(path)
+    header = next(table).cells
+    check_columns(path, header, "text")
+    index = find_columns(header, TEXT_COLUMNS)["text"]
+    for row in table:
+        check_width(path, row, header)
+        yield row.cells[index]
 
+
+# -- texts with a class label ------------------------------------------------------------------------------------------
 
 FORMATS = {2: "label<TAB>text", 3: "label<TAB>text<TAB>text"}  # number of columns: their meaning
 
@@ -351,58 +264,41 @@ def read_labelled(path: str | Path) -> Iterator[LabelledText]:
     Objects of a .jsonl file have the keys "label", "text" and optionally "text_pair".
     """
     if Path(path).suffix == ".jsonl":
-        yield from _read_jsonl_labelled(path)
+        for number, item in read_jsonl(path):
+            text_pair = None if item.get("text_pair") is None else string_field(path, number, item, "text_pair")
+            text, label = (string_field(path, number, item, name) for name in ("text", "label"))
+            yield LabelledText(text, label, text_pair)
         return
     table = read_table(path)
     first = next(table)
     if Path(path).suffix == ".csv":
         check_columns(path, first.cells, "labelled")
     if header_kind(first.cells) == "labelled":
-        yield from _read_named_columns(path, first.cells, table)
+        columns = find_columns(first.cells, LABEL_COLUMNS)
+        for row in table:
+            check_width(path, row, first.cells)
+            cells = {name: row.cells[index].strip() for name, index in columns.items()}
+            yield LabelledText(cells["text"], _check_label(path, row.number, cells["label"]), cells.get("text_pair"))
         return
-    rows = list(_read_columns(path, chain([first], table)))
-    _check_header(path, first, [row.label for row in rows])
+    rows, width = list[LabelledText](), 0
+    for number, values in chain([first], table):
+        if len(values) not in FORMATS or width not in (0, len(values)):
+            raise column_error(path, number, len(values), FORMATS.get(width, " or ".join(FORMATS.values())))
+        width = len(values)
+        label, text, *pair = map(str.strip, values)
+        rows.append(LabelledText(text, _check_label(path, number, label), *pair))
+    if len(rows) > 2 and not is_number(rows[0].label) and all(is_number(row.label) for row in rows[1:]):
+        raise FileError(
+            f"{path}, line {first.number}: the label {rows[0].label!r:.40} is not a number, but all others are; "
+            "if this line names the columns, call them label and text, or delete it"
+        )
     yield from rows
-
-
-def _read_named_columns(path: str | Path, header: list[str], table: Iterator[TableRow]) -> Iterator[LabelledText]:
-    columns = find_columns(header, LABEL_COLUMNS)
-    for row in table:
-        check_width(path, row, header)
-        cells = {name: row.cells[index].strip() for name, index in columns.items()}
-        yield LabelledText(cells["text"], _check_label(path, row.number, cells["label"]), cells.get("text_pair"))
-
-
-def _read_columns(path: str | Path, table: Iterator[TableRow]) -> Iterator[LabelledText]:
-    columns = 0
-    for number, cells in table:
-        if len(cells) not in FORMATS or columns not in (0, len(cells)):
-            raise column_error(path, number, len(cells), FORMATS.get(columns, " or ".join(FORMATS.values())))
-        columns = len(cells)
-        label = _check_label(path, number, cells[0].strip())
-        yield LabelledText(cells[1].strip(), label, cells[2].strip() if columns == 3 else None)
 
 
 def _check_label(path: str | Path, number: int, label: str) -> str:
     if not label:
         raise FileError(f"{path}, line {number}: the label is empty; fill it, or delete the line")
     return label
-
-
-def _check_header(path: str | Path, first: TableRow, labels: list[str]) -> None:
-    """Raise FileError if all labels are numbers except that of the first line, which then is a header."""
-    if len(labels) > 2 and not is_number(labels[0]) and all(map(is_number, labels[1:])):
-        raise FileError(
-            f"{path}, line {first.number}: the label {labels[0]!r:.40} is not a number, but all others are; "
-            "if this line names the columns, call them label and text, or delete it"
-        )
-
-
-def _read_jsonl_labelled(path: str | Path) -> Iterator[LabelledText]:
-    for number, row in read_jsonl(path):
-        text_pair = None if row.get("text_pair") is None else string_field(path, number, row, "text_pair")
-        text, label = (string_field(path, number, row, name) for name in ("text", "label"))
-        yield LabelledText(text, label, text_pair)
 
 
 # -- tagged words, in the columns of the CoNLL shared tasks (Tjong Kim Sang and De Meulder 2003) -----------------------
@@ -445,3 +341,57 @@ def read_conll(path: str | Path) -> Iterator[TaggedSentence]:
 def _is_header(cells: list[str]) -> bool:
     names = [cell.casefold() for cell in cells]
     return len(names) > 1 and names[0] in WORD_COLUMN_NAMES and names[-1] in LABEL_COLUMN_NAMES
+
+
+# -- names of languages in the header of a table -----------------------------------------------------------------------
+
+# The languages of ISO 639-1: their codes of two and of three letters (ISO 639-2), and their names.
+LANGUAGES = """
+aa/aar/Afar, ab/abk/Abkhazian, ae/ave/Avestan, af/afr/Afrikaans, ak/aka/Akan, am/amh/Amharic, an/arg/Aragonese,
+ar/ara/Arabic, as/asm/Assamese, av/ava/Avaric, ay/aym/Aymara, az/aze/Azerbaijani, ba/bak/Bashkir, be/bel/Belarusian,
+bg/bul/Bulgarian, bi/bis/Bislama, bm/bam/Bambara, bn/ben/Bengali, bo/bod/tib/Tibetan, br/bre/Breton, bs/bos/Bosnian,
+ca/cat/Catalan, ce/che/Chechen, ch/cha/Chamorro, co/cos/Corsican, cr/cre/Cree, cs/ces/cze/Czech,
+cu/chu/Church Slavic, cv/chv/Chuvash, cy/cym/wel/Welsh, da/dan/Danish, de/deu/ger/German, dv/div/Divehi,
+dz/dzo/Dzongkha, ee/ewe/Ewe, el/ell/gre/Modern Greek, en/eng/English, eo/epo/Esperanto, es/spa/Spanish,
+et/est/Estonian, eu/eus/baq/Basque, fa/fas/per/Persian, ff/ful/Fulah, fi/fin/Finnish, fj/fij/Fijian, fo/fao/Faroese,
+fr/fra/fre/French, fy/fry/Western Frisian, ga/gle/Irish, gd/gla/Scottish Gaelic, gl/glg/Galician, gn/grn/Guarani,
+gu/guj/Gujarati, gv/glv/Manx, ha/hau/Hausa, he/heb/Hebrew, hi/hin/Hindi, ho/hmo/Hiri Motu, hr/hrv/Croatian,
+ht/hat/Haitian, hu/hun/Hungarian, hy/hye/arm/Armenian, hz/her/Herero, ia/ina/Interlingua, id/ind/Indonesian,
+ie/ile/Interlingue, ig/ibo/Igbo, ii/iii/Sichuan Yi, ik/ipk/Inupiaq, io/ido/Ido, is/isl/ice/Icelandic,
+it/ita/Italian, iu/iku/Inuktitut, ja/jpn/Japanese, jv/jav/Javanese, ka/kat/geo/Georgian, kg/kon/Kongo,
+ki/kik/Kikuyu, kj/kua/Kuanyama, kk/kaz/Kazakh, kl/kal/Kalaallisut, km/khm/Khmer, kn/kan/Kannada, ko/kor/Korean,
+kr/kau/Kanuri, ks/kas/Kashmiri, ku/kur/Kurdish, kv/kom/Komi, kw/cor/Cornish, ky/kir/Kirghiz, la/lat/Latin,
+lb/ltz/Luxembourgish, lg/lug/Ganda, li/lim/Limburgan, ln/lin/Lingala, lo/lao/Lao, lt/lit/Lithuanian,
+lu/lub/Luba-Katanga, lv/lav/Latvian, mg/mlg/Malagasy, mh/mah/Marshallese, mi/mri/mao/Maori, mk/mkd/mac/Macedonian,
+ml/mal/Malayalam, mn/mon/Mongolian, mr/mar/Marathi, ms/msa/may/Malay, mt/mlt/Maltese, my/mya/bur/Burmese,
+na/nau/Nauru, nb/nob/Norwegian Bokmål, nd/nde/North Ndebele, ne/nep/Nepali, ng/ndo/Ndonga, nl/nld/dut/Dutch,
+nn/nno/Norwegian Nynorsk, no/nor/Norwegian, nr/nbl/South Ndebele, nv/nav/Navajo, ny/nya/Chichewa, oc/oci/Occitan,
+oj/oji/Ojibwa, om/orm/Oromo, or/ori/Oriya, os/oss/Ossetian, pa/pan/Panjabi, pi/pli/Pali, pl/pol/Polish,
+ps/pus/Pushto, pt/por/Portuguese, qu/que/Quechua, rm/roh/Romansh, rn/run/Rundi, ro/ron/rum/Romanian, ru/rus/Russian,
+rw/kin/Kinyarwanda, sa/san/Sanskrit, sc/srd/Sardinian, sd/snd/Sindhi, se/sme/Northern Sami, sg/sag/Sango,
+sh/hbs/Serbo-Croatian, si/sin/Sinhala, sk/slk/slo/Slovak, sl/slv/Slovenian, sm/smo/Samoan, sn/sna/Shona,
+so/som/Somali, sq/sqi/alb/Albanian, sr/srp/Serbian, ss/ssw/Swati, st/sot/Southern Sotho, su/sun/Sundanese,
+sv/swe/Swedish, sw/swa/Swahili, ta/tam/Tamil, te/tel/Telugu, tg/tgk/Tajik, th/tha/Thai, ti/tir/Tigrinya,
+tk/tuk/Turkmen, tl/tgl/Tagalog, tn/tsn/Tswana, to/ton/Tonga, tr/tur/Turkish, ts/tso/Tsonga, tt/tat/Tatar,
+tw/twi/Twi, ty/tah/Tahitian, ug/uig/Uighur, uk/ukr/Ukrainian, ur/urd/Urdu, uz/uzb/Uzbek, ve/ven/Venda,
+vi/vie/Vietnamese, vo/vol/Volapük, wa/wln/Walloon, wo/wol/Wolof, xh/xho/Xhosa, yi/yid/Yiddish, yo/yor/Yoruba,
+za/zha/Zhuang, zh/zho/chi/Chinese, zu/zul/Zulu
+"""
+NAMES = frozenset(name.strip().casefold() for language in LANGUAGES.split(",") for name in language.split("/"))
+NAMES |= {"greek", "odia", "punjabi", "norwegian"}
+WORDS = {"source", "target", "src", "tgt", "language", "lang"}
+WORDS |= {"text", "texts", "sentence", "sentences", "word", "words"}
+    ["text", "texts", "sentence", "sentences", "word", "words", "source", "target", "src", "tgt", "language", "lang"]
+)
+REGION_OR_SCRIPT = re.compile(r"[A-Z]{2}|[A-Z][a-z]{3}|[0-9]{3}")  # as in pt_BR, hin_Deva and es-419
+
+
+def names_language(cell: str) -> bool:
+    """Return whether a cell is the name or the code of a language, alone or with words such as "text"."""
+    if cell.strip().casefold() in NAMES:
+        return True
+    first, *rest = re.split(r"[\s_-]+", cell.strip())
+    if rest and first.casefold() in WORDS:
+        first, *rest = *rest, first
+    others = all(part.casefold() in WORDS or REGION_OR_SCRIPT.fullmatch(part) for part in rest)
+    return first.casefold() in NAMES and others

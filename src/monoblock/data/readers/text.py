@@ -97,24 +97,6 @@ def read_lines(path: str | Path) -> Iterator[str]:
         yield line
 
 
-def read_wikitext_articles(path: str | Path) -> Iterator[str]:
-    """Yield the articles of a WikiText file, each of which begins with the line ` = Title = `.
-
-    Concatenated, the articles are the whole file.
-    """
-    article: list[str] = []
-    for _, line in numbered_lines(path):
-        # Section headings have more equals signs: ` = = Early life = = `.
-        is_title = line.startswith(" = ") and line.endswith(" = ") and not line.startswith(" = = ")
-        if is_title and any(map(str.strip, article)):
-            yield "\n".join(article) + "\n"
-            article = []
-        article.append(line)
-    if not any(map(str.strip, article)):
-        raise empty_file_error(path)
-    yield "\n".join(article) + "\n"
-
-
 def _read_whole_file(path: str | Path) -> Iterator[str]:
     try:
         with open_regular(path) as file:
