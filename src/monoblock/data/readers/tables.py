@@ -381,8 +381,6 @@ NAMES = frozenset(name.strip().casefold() for language in LANGUAGES.split(",") f
 NAMES |= {"greek", "odia", "punjabi", "norwegian"}
 WORDS = {"source", "target", "src", "tgt", "language", "lang"}
 WORDS |= {"text", "texts", "sentence", "sentences", "word", "words"}
-    ["text", "texts", "sentence", "sentences", "word", "words", "source", "target", "src", "tgt", "language", "lang"]
-)
 REGION_OR_SCRIPT = re.compile(r"[A-Z]{2}|[A-Z][a-z]{3}|[0-9]{3}")  # as in pt_BR, hin_Deva and es-419
 
 
