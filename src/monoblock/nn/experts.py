@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import ExpertsConfig, FeedForwardConfig
 from monoblock.nn.feedforward import ACTIVATIONS, apply_activation
-from monoblock.nn.tap import Tap, apply_tap, tap_wants
+from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 
 
 def route(
@@ -55,6 +55,28 @@ def load_balancing_loss(
     share = sums[:-1] / sums[-1].clamp(min=1)
     mean = (probabilities * counts[:, None]).sum(0) / counts.sum().clamp(min=1)
     return flat.shape[-1] * (share * mean).sum()
+
+
+ROUTER = ".feedforward.router"
+
+
+class RouterTap:
+    """A tap that records the router logits of expert layers and passes every tensor on to another tap, if given."""
+
+    def __init__(self, tap: Tap | None = None) -> None:
+        self.router_logits: list[Tensor] = []
+        self.tap = tap
+
+    def wants(self, name: str) -> bool:
+        return tap_wants(self.tap, name)
+
+    def changes(self, name: str) -> bool:
+        return tap_changes(self.tap, name)
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if name.endswith(ROUTER):
+            self.router_logits.append(tensor)
+        return apply_tap(self.tap, name, tensor)
 
 
 def _expert_linear(x: Tensor, matrices: Any, expert: int, bias: Tensor | None) -> Tensor:

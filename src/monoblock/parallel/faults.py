@@ -156,11 +156,12 @@ def is_restarted(environment: Mapping[str, str]) -> bool:
 
 def stop_with_launcher(environment: Mapping[str, str]) -> None:
     """Let this process receive SIGTERM, after which it saves and stops, if the torchrun that started it is killed."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(LAUNCHER_POLL_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     if "LOCAL_RANK" in environment:
-        threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True).start()
-
-
-def _watch_launcher(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(LAUNCHER_POLL_SECONDS)
-    os.kill(os.getpid(), signal.SIGTERM)
+        threading.Thread(target=watch, daemon=True).start()

@@ -29,6 +29,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from monoblock.errors import ConfigError, MonoblockError
 from monoblock.nn.arguments import either_argument, memory_positions, token_positions
 from monoblock.nn.embedding import Embedding
+from monoblock.nn.experts import ROUTER, RouterTap
 from monoblock.nn.masks import TokenPositions, arange_positions
 from monoblock.nn.stack import Stack
 from monoblock.nn.tap import Tap, prefix_tap
@@ -129,24 +130,6 @@ def _keep_tokens(model: Transformer, name: str, *, keep: bool) -> None:
         setattr(embedding, part, None)
 
 
-class _RouterTap:
-    """A tap that records the router logits of blocks with experts."""
-
-    def __init__(self) -> None:
-        self.router_logits: list[Tensor] = []
-
-    def wants(self, name: str) -> bool:
-        return False
-
-    def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        if name.endswith(ROUTER):
-            self.router_logits.append(tensor)
-        return tensor
-
-
-ROUTER = ".feedforward.router"
-
-
 class Stage(nn.Module):
     """The part of a model that one process computes.
 
@@ -175,7 +158,7 @@ class Stage(nn.Module):
         with self._autocast(labels.device):
             if self.plan.is_last:
                 return self.objective(functools.partial(self._finish, received), inputs, labels)
-            tap = _RouterTap()
+            tap = RouterTap()
             hidden, memory, _ = self._run_layers(received, inputs, tap if self.own_routers else None)
         routers = [*received[self._num_hidden(self.previous) :], *tap.router_logits]
         results = [hidden, *([memory] if self.plan.sends_memory and memory is not None else []), *routers]

@@ -134,11 +134,14 @@ class DataParallel(Strategy):
         # A compiled graph is split at the buckets, so that they are summed during the backward pass. This costs a few
         # per cent; a single process has nothing to send, and needs one bucket only.
         has_others = self.world.data_size > 1
+        optional = ("segment", "mask_token")  # inputs may lack segments and masked patches
+        names = [name for name, _ in model.named_parameters()]
+        uses_all_weights = type(model) is Transformer and not any(part in name for part in optional for name in names)
         torch._dynamo.config.optimize_ddp = has_others
         replica = DistributedDataParallel(
             _LossModule(model),
             process_group=group,
-            find_unused_parameters=not _uses_all_weights(model),
+            find_unused_parameters=not uses_all_weights,
             gradient_as_bucket_view=True,
             bucket_cap_mb=None if has_others else SINGLE_BUCKET_MB,
         )
@@ -152,14 +155,6 @@ class DataParallel(Strategy):
     def accumulate(self, module: nn.Module, *, is_last: bool) -> AbstractContextManager[object]:
         assert isinstance(module, DistributedDataParallel)
         return nullcontext() if is_last else module.no_sync()
-
-
-def _uses_all_weights(model: nn.Module) -> bool:
-    """Return whether every weight surely takes part in every forward pass."""
-    optional = ("segment", "mask_token")  # inputs may lack segments and masked patches
-    return type(model) is Transformer and not any(
-        name in key for key, _ in model.named_parameters() for name in optional
-    )
 
 
 def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -208,7 +203,12 @@ class ShardedStrategy(Strategy):
         return whole.train(model.training)
 
     def whole_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return gather_tensors(tensors, keep=self.world.is_main)
+        whole = {}
+        for name, tensor in tensors.items():  # one after the other
+            full = whole_tensor(tensor)
+            if self.world.is_main:
+                whole[name] = full.detach().cpu()
+        return whole
 
 
 class TensorParallel(ShardedStrategy):
@@ -243,8 +243,11 @@ class FullySharded(ShardedStrategy):
         }
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # of two small sums
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # it is not written to
-        for block in _blocks_run_once(model):
-            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
+        stacks = [model.encoder, model.decoder] if isinstance(model, Transformer) else []
+        order = [block for stack in stacks if stack is not None for block in stack.blocks]
+        for block in order:
+            if order.count(block) == 1:  # else several layers share its weights
+                fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
         fully_shard(model, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -267,28 +270,6 @@ def _choose_dimension(weight: nn.Parameter, parts: int) -> Shard:
     return Shard(min(dims, key=lambda dim: (dim in divided, dim), default=0))
 
 
-def _blocks_run_once(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a Transformer, without blocks whose weights several layers share."""
-    if not isinstance(model, Transformer):
-        return []
-    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
-    order = [block for stack in stacks for block in stack.blocks]
-    return [block for block in order if order.count(block) == 1]
-
-
-def gather_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Gather whole tensors on the CPU, one after the other; every process must call this.
-
-    keep: whether this process needs the result; else an empty dict is returned.
-    """
-    whole: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        full = whole_tensor(tensor)
-        if keep:
-            whole[name] = full.detach().cpu()
-    return whole
-
-
 def copy_without_weights(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose weights and buffers are on the meta device, so that it needs no memory."""
     replaced: dict[int, object] = {}
@@ -303,12 +284,6 @@ def count_bytes(model: nn.Module) -> int:
     """Return the number of bytes of the weights and buffers of a model."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the number of bytes that this process can still allocate on a CUDA device."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -348,8 +323,12 @@ def has_room(strategy: Strategy, device: torch.device) -> bool:
     """Return whether the whole model fits on the device of the main process; every process must call this."""
     if not strategy.is_sharded:
         return True
-    needed = MEMORY_MARGIN * strategy.split_bytes
-    return bool(strategy.world.broadcast(device.type != "cuda" or needed < free_memory(device)))
+    has_room = device.type != "cuda"
+    if not has_room:
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        has_room = MEMORY_MARGIN * strategy.split_bytes < free
+    return bool(strategy.world.broadcast(has_room))
 
 
 def call_with_whole_model(

@@ -350,10 +350,10 @@ def remove_padding(
     The inputs are those of `collate_seq2seq`, `collate_masked_lm`, `collate_classification` or
     `collate_token_classification`. The labels that count in the loss are the same.
     """
-    mask = inputs.get("source_mask", inputs.get("attention_mask"))
-    lengths = {"source": _source_lengths(inputs["source"], mask)}
-    if "target" in inputs:
-        lengths["target"] = _target_lengths(labels)
+    mask, source = inputs.get("source_mask", inputs.get("attention_mask")), inputs["source"]
+    lengths = {"source": torch.full((len(source),), source.shape[1]) if mask is None else mask.sum(1)}
+    if "target" in inputs:  # the tokens up to the last label that counts
+        lengths["target"] = ((labels != IGNORE_INDEX) * torch.arange(1, labels.shape[1] + 1)).amax(1)
     packed = _pack(lengths, LENGTH_MULTIPLE.get(device_type, 8))
     names = {"source": "documents"} if "target" not in inputs else {side: f"{side}_documents" for side in lengths}
     unpadded: dict[str, Any] = {names[side]: documents for side, documents in packed.items()}
@@ -370,15 +370,6 @@ def remove_padding(
         side = "target" if "target" in inputs else "source"
         labels = _flatten(labels, lengths[side], packed[side], fill=IGNORE_INDEX)
     return unpadded, labels
-
-
-def _source_lengths(source: Tensor, mask: Tensor | None) -> Tensor:
-    return torch.full((len(source),), source.shape[1]) if mask is None else mask.sum(1)
-
-
-def _target_lengths(labels: Tensor) -> Tensor:
-    """Return how many tokens of each target are needed: those up to the last label that counts."""
-    return ((labels != IGNORE_INDEX) * torch.arange(1, labels.shape[1] + 1)).amax(1)
 
 
 def _pack(lengths: dict[str, Tensor], multiple: int) -> dict[str, PackedDocuments]:

@@ -20,6 +20,7 @@ from monoblock.training.collate import TensorBatch
 from monoblock.training.optimizer import Optimizers
 from monoblock.training.weight_averaging import ExponentialMovingAverage
 
+DEFERRABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # whose fused kernels can leave out an update
 STATE_FIELDS = ("mean", "good", "bad_in_a_row", "good_in_a_row", "rollbacks")
 
 
@@ -87,12 +88,6 @@ class UpdateGuard:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in STATE_FIELDS:
             setattr(self, name, state[name])
-
-
-def can_defer(optimizers: Optimizers) -> bool:
-    """Return whether every optimizer can leave out an update on the device, as torch's fused ones can."""
-    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-    return all(type(optimizer) in kinds and optimizer.defaults.get("fused") for optimizer in optimizers.optimizers)
 
 
 class DeviceGuard:
@@ -186,7 +181,8 @@ class Updater:
         sum_losses: Callable[..., list[float]] = lambda *losses: list(losses),
     ) -> None:
         self.model, self.optimizers, self.guard, self.scaler, self.average = model, optimizers, guard, scaler, average
-        is_deferred = can_wait and not scaler.is_enabled() and can_defer(optimizers)
+        fused = [type(one) in DEFERRABLE and one.defaults.get("fused") for one in optimizers.optimizers]
+        is_deferred = can_wait and not scaler.is_enabled() and all(fused)
         self.device_guard = DeviceGuard(guard) if is_deferred else None
         self.lag = int(is_deferred)  # how many steps are read later, while the next one runs
         self.sum_losses = sum_losses

@@ -21,34 +21,15 @@ from monoblock.accounting.fused_loss import MIN_CLASSES, pad_classes, rows_at_a_
 from monoblock.data.encode import IGNORE_INDEX
 from monoblock.errors import InputError
 from monoblock.kernels.linear_cross_entropy import linear_cross_entropy, supports_linear_cross_entropy
-from monoblock.nn.experts import load_balancing_loss
+from monoblock.nn.experts import RouterTap, load_balancing_loss
 from monoblock.nn.heads import Head
 from monoblock.nn.hooks import is_customized
 from monoblock.nn.norm import HALF_DTYPES
-from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
+from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.tensor_parallel import vocabulary_cross_entropy
 
 MEAN_TOLERANCE = 1e-3  # relative difference between the losses of a row and of the same row twice
-
-
-class RouterTap:
-    """A tap that records the router logits of expert layers and passes every tensor on to another tap, if given."""
-
-    def __init__(self, tap: Tap | None = None) -> None:
-        self.router_logits: list[Tensor] = []
-        self.tap = tap
-
-    def wants(self, name: str) -> bool:
-        return tap_wants(self.tap, name)
-
-    def changes(self, name: str) -> bool:
-        return tap_changes(self.tap, name)
-
-    def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        if name.endswith(".feedforward.router"):
-            self.router_logits.append(tensor)
-        return apply_tap(self.tap, name, tensor)
 
 
 class Loss(Protocol):

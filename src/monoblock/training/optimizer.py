@@ -117,6 +117,7 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
     )
 
 
+NamedParameters = list[tuple[str, nn.Parameter]]
 BLOCK_PREFIX = re.compile(r"(encoder|decoder)\.(\d+)\.")
 
 
@@ -195,23 +196,15 @@ def build_optimizers(
     if matrices:
         optimizers.append(Muon(_group_by_lr(matrices, weight_decay, lr_scales), momentum=momentum))
     if rest:
-        groups = _parameter_groups(rest, weight_decay, table_decay, adam_factor if kind == "muon" else 1.0, lr_scales)
+        parts: tuple[NamedParameters, NamedParameters, NamedParameters] = ([], [], [])  # matrices, tables, the rest
+        for name, weight in rest:
+            is_table = bool(table_decay) and is_embedding_table(name, weight)
+            parts[0 if has_weight_decay(name, weight) else 1 if is_table else 2].append((name, weight))
+        decays = zip(parts, (weight_decay, table_decay, 0.0), strict=True)
+        factor = adam_factor if kind == "muon" else 1.0
+        groups = [group for named, decay in decays for group in _group_by_lr(named, decay, lr_scales, factor)]
         optimizers.append(OPTIMIZERS[kind](groups, betas, eps))
     return Optimizers(optimizers)
-
-
-NamedParameters = list[tuple[str, nn.Parameter]]
-
-
-def _parameter_groups(
-    named: NamedParameters, weight_decay: float, table_decay: float, factor: float, lr_scales: dict[str, float]
-) -> list[dict[str, Any]]:
-    matrices = [(name, weight) for name, weight in named if has_weight_decay(name, weight)]
-    tables = [(name, weight) for name, weight in named if table_decay and is_embedding_table(name, weight)]
-    decayed = {id(weight) for _, weight in matrices + tables}
-    rest = [(name, weight) for name, weight in named if id(weight) not in decayed]
-    groups = [(matrices, weight_decay), (tables, table_decay), (rest, 0.0)]
-    return [group for weights, decay in groups for group in _group_by_lr(weights, decay, lr_scales, factor)]
 
 
 def _group_by_lr(

@@ -66,14 +66,20 @@ def choose_runtime(
 
     If `no_compile_reason` is given, the model is not compiled, for this reason.
     """
-    chosen_device, device_decision = _choose_device(device)
+    has_gpu = torch.cuda.is_available()
+    chosen_device = torch.device(("cuda" if has_gpu else "cpu") if device == "auto" else device)
+    reason = REQUESTED if device != "auto" else "a GPU is available" if has_gpu else "no GPU is available"
     chosen_precision, precision_decision = _choose_precision(precision, chosen_device)
     compiled, compile_mode, compile_decision = _choose_compilation(
         compile, chosen_device.type, steps, no_compile_reason
     )
-    decisions = [device_decision, precision_decision, compile_decision]
+    decisions = [DecisionEvent(f"device {chosen_device}", reason), precision_decision, compile_decision]
     if chosen_device.type == "cpu" and chosen_precision == "fp32" and not compiled:
-        decisions.append(_cpu_kernel_decision())
+        if find_compiler() is None:
+            decisions.append(DecisionEvent("no C++ kernels", "no C++ compiler is available"))
+        else:
+            built = "built with this machine's C++ compiler at the first use"
+            decisions.append(DecisionEvent("C++ kernels where they are faster", built))
     if chosen_device.type == "cpu":
         decisions.append(DecisionEvent("deterministic", "always on a CPU"))
     elif deterministic:
@@ -103,13 +109,6 @@ def check_device(device: str, option: str = "train.device=", choices: str = "aut
         raise ConfigError(f"{option}{device} is not available: torch finds no GPU; write {option}cpu")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"{option}{device} is not available: this machine has {torch.cuda.device_count()} GPUs")
-
-
-def _choose_device(device: str) -> tuple[torch.device, DecisionEvent]:
-    has_gpu = torch.cuda.is_available()
-    chosen = torch.device(("cuda" if has_gpu else "cpu") if device == "auto" else device)
-    reason = REQUESTED if device != "auto" else "a GPU is available" if has_gpu else "no GPU is available"
-    return chosen, DecisionEvent(f"device {chosen}", reason)
 
 
 def _choose_precision(precision: str, device: torch.device) -> tuple[str, DecisionEvent]:
@@ -147,9 +146,3 @@ def _choose_compilation(
     if device_type == "cuda" and steps >= MIN_STEPS_TO_COMPILE:
         return True, None, DecisionEvent("compiled", "it saves time on a GPU")
     return False, None, DecisionEvent("not compiled", "compiling would take longer than it saves")
-
-
-def _cpu_kernel_decision() -> DecisionEvent:
-    if find_compiler() is None:
-        return DecisionEvent("no C++ kernels", "no C++ compiler is available")
-    return DecisionEvent("C++ kernels where they are faster", "built with this machine's C++ compiler at the first use")

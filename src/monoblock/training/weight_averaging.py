@@ -68,17 +68,15 @@ def _trainable_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
     return ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
 
 
-def _read_model(path: Path) -> Mapping[str, Tensor]:
-    return checkpoint.load(path).tensors["model"]
-
-
 def average_checkpoints(
-    checkpoints: Sequence[Path], read: Callable[[Path], Mapping[str, Tensor]] = _read_model
+    checkpoints: Sequence[Path],
+    read: Callable[[Path], Mapping[str, Tensor]] = lambda path: checkpoint.load(path).tensors["model"],
 ) -> dict[str, Tensor]:
     """Return the mean of the model weights in several checkpoints, computed in fp64.
 
     read: a function that returns the weights in a checkpoint, or the part of each that this process stores.
     """
+    read = read or (lambda path: checkpoint.load(path).tensors["model"])
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     for path in checkpoints:

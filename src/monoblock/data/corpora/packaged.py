@@ -13,7 +13,7 @@ from typing import Any
 from monoblock.data.readers.records import LabelledImage, LabelledText, Pair
 from monoblock.errors import FileError
 
-# -- handwritten digits of scikit-learn (Alpaydin and Kaynak 1998) and of MNIST (LeCun et al. 1998) ---------------------
+# -- handwritten digits of scikit-learn (Alpaydin and Kaynak 1998) and of MNIST (LeCun et al. 1998) ------------------
 
 SPLIT_FRACTIONS = {"train": (0.0, 0.8), "valid": (0.8, 0.9), "test": (0.9, 1.0)}
 MAX_PIXEL_VALUE = 16
