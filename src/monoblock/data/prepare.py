@@ -214,8 +214,11 @@ def _encode_and_write(
             on_progress(encoded.size)
             if time.monotonic() - last_sync >= SYNC_SECONDS:
                 train, valid = (writer.sync() for writer in writers.values())
-                done = {"next_part": encoded.number + 1, "bytes": num_bytes, "stream_checksum": checksum}
-                write_json(folder / PROGRESS_FILE, Progress(**done, train=train, valid=valid))
+                next_part = encoded.number + 1
+                state = Progress(
+                    next_part=next_part, bytes=num_bytes, stream_checksum=checksum, train=train, valid=valid
+                )
+                write_json(folder / PROGRESS_FILE, state)
                 last_sync = time.monotonic()
         check_unchanged(settings.sources)
         files = {name: writer.finish() for name, writer in writers.items()}
@@ -271,9 +274,13 @@ def _start_worker(tokenizer_folder: Path, validation: float) -> None:
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
-    parent = parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def end_with_parent() -> None:
+        if (parent := parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     _encoder = PartEncoder(Tokenizer.from_pretrained(tokenizer_folder), validation)
 
 
@@ -443,9 +450,11 @@ def check_same_settings(folder: Path, saved: PreparationSettings | None, current
             raise ConfigError(f"{folder} was begun with {what} ({before}, and now {now}); {advice}")
     if saved.sources != current.sources:
         old, new = ({source.name: source for source in settings.sources} for settings in (saved, current))
-        name = next((name for name in {**old, **new} if old.get(name) != new.get(name)), None)
-        change = "is missing now" if name not in new else "is new" if name not in old else "was changed since then"
-        what = "their order differs" if name is None else f"{name} {change}"
+        what = "their order differs"
+        for name in (name for name in {**old, **new} if old.get(name) != new.get(name)):
+            change = "is missing now" if name not in new else "is new" if name not in old else "was changed since then"
+            what = f"{name} {change}"
+            break
         raise ConfigError(f"{folder} was begun with other texts: {what}; {advice}")
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -106,13 +107,26 @@ class FileContent(NamedTuple):
 def find_path(name: str, folder: str | Path | None) -> str | None:
     """Return the path of `name` in the working directory, or else in `folder`; None if it exists in neither."""
     for path in [Path(name), *([Path(folder) / name] if folder is not None else [])]:
-        if (
-            path.exists()
-            or _first_existing(iter([path]))
-            or any(_first_existing(_candidate_paths(path, split)) for split in SPLIT_FILE_NAMES)
-        ):
+        files = (file for split in SPLIT_FILE_NAMES for file in _candidate_paths(path, split))
+        if path.exists() or any(map(_is_there, (path, *files))):
             return str(path)
     return None
+
+
+def is_single_file(path: str) -> bool:
+    """Return whether a path holds the rows of all splits: one file, or a folder of classes of pictures."""
+    if "{split}" in path or not Path(path).is_dir():
+        return "{split}" not in path
+    return is_class_folder(Path(path)) and not any(_find_split_file(Path(path), split) for split in SPLIT_FILE_NAMES)
+
+
+def expand_aligned_path(path: Path) -> tuple[Path, ...]:
+    """Return both files, train.de and train.en, for a path such as train.de-en, and any other path unchanged."""
+    languages = ALIGNED_SUFFIX.search(path.name)
+    if languages is None:
+        return (path,)
+    stem = path.name[: languages.start()]
+    return tuple(path.with_name(f"{stem}.{language}") for language in languages.groups())
 
 
 def read_split(
@@ -126,30 +140,44 @@ def read_split(
     if is_single_file(path):
         content = _read_file(Path(path), kind, document_boundaries)
         return FileContent(content.kind, *split_rows(content.rows, split, path, holdout))
-    contents = [_read_file(file, kind, document_boundaries) for file in _split_files(Path(path), split)]
+    files = [_find_split_file(Path(path), name) for name in (SPLIT_FILE_NAMES if split == "all" else [split])]
+    contents = [_read_file(file, kind, document_boundaries) for file in files if file is not None]
+    if not contents:
+        name = "train" if split == "all" else split
+        detail = "" if "{split}" in path else f"; add a file named {name}{{{','.join(KIND_BY_SUFFIX)}}}"
+        if Path(path).is_dir() and has_pictures(Path(path)):
+            detail = (
+                f"; its pictures have no classes: put those of each class into a folder, {path}/cats and {path}/dogs"
+            )
+        raise SplitError(f"{path} has no split {split!r}{detail}")
     kinds = sorted({content.kind for content in contents})
     if len(kinds) > 1:
         raise FileError(f"{path} has files of several kinds ({', '.join(kinds)}); keep one kind, or set kind=…")
     return FileContent(contents[0].kind, [row for content in contents for row in content.rows])
 
 
-def expand_aligned_path(path: Path) -> tuple[Path, ...]:
-    """Return both files, train.de and train.en, for a path such as train.de-en, and any other path unchanged."""
-    languages = ALIGNED_SUFFIX.search(path.name)
-    if languages is None:
-        return (path,)
-    stem = path.name[: languages.start()]
-    return tuple(path.with_name(f"{stem}.{language}") for language in languages.groups())
-
-
-def is_single_file(path: str) -> bool:
-    """Return whether a path holds the rows of all splits: one file, or a folder of classes of pictures."""
-    return "{split}" not in path and (not Path(path).is_dir() or _is_undivided_class_folder(Path(path)))
-
-
-def _is_undivided_class_folder(path: Path) -> bool:
-    """Return whether a folder has folders of classes and no files or folders of splits."""
-    return is_class_folder(path) and not any(_find_split_file(path, split) for split in SPLIT_FILE_NAMES)
+def _read_file(path: Path, kind: CorpusKind | None, document_boundaries: DocumentBoundaries) -> FileContent:
+    with reading(path):
+        if path.is_dir():
+            return FileContent("images", list(read_class_folders(path)))
+        files = expand_aligned_path(path)
+        if len(files) == 2 and not path.exists():
+            return FileContent("pairs", list(read_aligned_pairs(*files)))
+        if kind is None:
+            suffix = _known_suffix(path)
+            if suffix is None:
+                raise FileError(f"{path} ends in none of {', '.join(KIND_BY_SUFFIX)}; rename the file, or set kind=…")
+            named = table_kind(path) if suffix in (".csv", ".tsv") else None
+            kind = _jsonl_kind(path) if suffix == ".jsonl" else named or KIND_BY_SUFFIX[suffix]
+        if kind == "text":
+            is_table = path.suffix in (".jsonl", ".csv")
+            return FileContent(kind, list(read_documents(path) if is_table else read_text(path, document_boundaries)))
+        if kind not in READER_BY_KIND:
+            raise FileError(
+                f"kind={kind!r} is unknown{did_you_mean(kind, ['text', *READER_BY_KIND])}; "
+                f"write one of text, {', '.join(READER_BY_KIND)}"
+            )
+        return FileContent(kind, list(READER_BY_KIND[kind](path)))
 
 
 def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
@@ -168,50 +196,17 @@ def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
         named = table_kind(file)
         tables = [kind for kind in allowed if kind in ("pairs", "labelled")]
         return named if named is not None and named in allowed else next(iter(tables), allowed[0])
-    if suffix == ".json" and "pairs" in allowed and _has_pairs(file):
-        return "pairs"
-    kind = _jsonl_kind(file) if suffix == ".jsonl" else KIND_BY_SUFFIX[suffix]
+    kind = KIND_BY_SUFFIX[suffix]
+    if suffix == ".jsonl":
+        kind = _jsonl_kind(file)
+    elif suffix == ".json" and "pairs" in allowed:
+        with suppress(FileError):  # it may have one JSON object per line, the first of which is a pair
+            kind = "pairs" if _jsonl_kind(file) == "pairs" else kind
     return allowed[0] if kind == "text" and "text" not in allowed else kind
-
-
-def _read_file(path: Path, kind: CorpusKind | None, document_boundaries: DocumentBoundaries) -> FileContent:
-    with reading(path):
-        return _read_rows(path, kind, document_boundaries)
-
-
-def _read_rows(path: Path, kind: CorpusKind | None, document_boundaries: DocumentBoundaries) -> FileContent:
-    if path.is_dir():
-        return FileContent("images", list(read_class_folders(path)))
-    files = expand_aligned_path(path)
-    if len(files) == 2 and not path.exists():
-        return FileContent("pairs", list(read_aligned_pairs(*files)))
-    if kind is None:
-        suffix = _known_suffix(path)
-        if suffix is None:
-            raise FileError(f"{path} ends in none of {', '.join(KIND_BY_SUFFIX)}; rename the file, or set kind=…")
-        named = table_kind(path) if suffix in (".csv", ".tsv") else None
-        kind = _jsonl_kind(path) if suffix == ".jsonl" else named or KIND_BY_SUFFIX[suffix]
-    if kind == "text":
-        documents = read_documents(path) if path.suffix in (".jsonl", ".csv") else read_text(path, document_boundaries)
-        return FileContent(kind, list(documents))
-    if kind not in READER_BY_KIND:
-        raise FileError(
-            f"kind={kind!r} is unknown{did_you_mean(kind, ['text', *READER_BY_KIND])}; "
-            f"write one of text, {', '.join(READER_BY_KIND)}"
-        )
-    return FileContent(kind, list(READER_BY_KIND[kind](path)))
 
 
 def _known_suffix(path: Path) -> str | None:
     return next((suffix for suffix in KIND_BY_SUFFIX if path.name.endswith(suffix)), None)
-
-
-def _has_pairs(path: Path) -> bool:
-    """Return whether a .json file has one JSON object per line, the first of which is a pair."""
-    try:
-        return _jsonl_kind(path) == "pairs"
-    except FileError:
-        return False
 
 
 def _jsonl_kind(path: Path) -> CorpusKind:
@@ -224,26 +219,12 @@ def _jsonl_kind(path: Path) -> CorpusKind:
     return "pairs" if any(keys[0] in first for keys in PAIR_KEYS) else "text"
 
 
-def _split_files(path: Path, split: str) -> list[Path]:
-    splits = list(SPLIT_FILE_NAMES) if split == "all" else [split]
-    files = [_find_split_file(path, name) for name in splits]
-    present = [file for file in files if file is not None]
-    if not present:
-        detail = "" if "{split}" in str(path) else f"; add a file named {splits[0]}{{{','.join(KIND_BY_SUFFIX)}}}"
-        if path.is_dir() and has_pictures(path):
-            detail = (
-                f"; its pictures have no classes: put those of each class into a folder, {path}/cats and {path}/dogs"
-            )
-        raise SplitError(f"{path} has no split {split!r}{detail}")
-    return present
-
-
 def _find_split_file(path: Path, split: str) -> Path | None:
     """Return the first file of a split that exists, or None.
 
     A pattern with {split} names its files, which may be links. A folder does not, so a link out of it is refused.
     """
-    file = _first_existing(_candidate_paths(path, split))
+    file = next(filter(_is_there, _candidate_paths(path, split)), None)
     if file is not None and "{split}" not in str(path):
         (safe_folder if file.is_dir() else safe_join)(path, file.name)
     return file
@@ -258,16 +239,9 @@ def _candidate_paths(path: Path, split: str) -> Iterator[Path]:
             yield path / name  # a folder of classes of pictures
 
 
-def _first_existing(candidates: Iterator[Path]) -> Path | None:
-    """Return the first candidate that is a file, both of two aligned files, or a folder of classes of pictures."""
-    return next(
-        (
-            path
-            for path in candidates
-            if all(file.is_file() for file in expand_aligned_path(path)) or is_class_folder(path)
-        ),
-        None,
-    )
+def _is_there(path: Path) -> bool:
+    """Return whether a path is that of a file, of two aligned files, or of a folder of classes of pictures."""
+    return all(file.is_file() for file in expand_aligned_path(path)) or is_class_folder(path)
 
 
 # -- the rows that are held out for validation ------------------------------------------------------------------------
@@ -292,7 +266,14 @@ def split_rows(rows: list[Any], split: str, name: str, holdout: Holdout) -> Spli
     if split == "test":
         raise SplitError(f"{name} is one file and has no split 'test'; give a folder with train, valid and test files")
     if len(rows) == 1 and isinstance(rows[0], str):
-        return _split_text(rows[0], split, name, holdout)
+        if holdout.count:
+            raise ConfigError(
+                f"{name} is one running text, of which the last tenth is held out; leave out data.validation_rows, "
+                "or give documents as the rows of a .jsonl file"
+            )
+        cut = int(len(rows[0]) * (1 - VALIDATION_FRACTION))
+        part = rows[0][:cut] if split == "train" else rows[0][cut:]
+        return SplitRows([part] * bool(part), "the last tenth of the text")
     if holdout.count and holdout.count >= len(rows):
         raise ConfigError(
             f"data.validation_rows={holdout.count} leaves none of the {len(rows)} rows to train on; "
@@ -303,15 +284,13 @@ def split_rows(rows: list[Any], split: str, name: str, holdout: Holdout) -> Spli
     return SplitRows([row for index, row in enumerate(rows) if (index in chosen) == (split == "valid")], selection)
 
 
-def _split_text(text: str, split: str, name: str, holdout: Holdout) -> SplitRows:
-    if holdout.count:
-        raise ConfigError(
-            f"{name} is one running text, of which the last tenth is held out; leave out data.validation_rows, "
-            "or give documents as the rows of a .jsonl file"
-        )
-    cut = int(len(text) * (1 - VALIDATION_FRACTION))
-    part = text[:cut] if split == "train" else text[cut:]
-    return SplitRows([part] * bool(part), "the last tenth of the text")
+# What rows of a kind share that belong together (None: nothing), and how users call it.
+GROUPS: dict[type, tuple[str, Callable[[Any], Hashable]]] = {
+    Pair: ("source", lambda row: row.source),
+    LabelledText: ("text", lambda row: (row.text, row.text_pair)),
+    TaggedSentence: ("document", lambda row: row.document or None),
+    Question: ("context", lambda row: row.context),
+}
 
 
 def choose_held_out(rows: Sequence[Any], holdout: Holdout) -> tuple[list[int], str]:
@@ -319,51 +298,21 @@ def choose_held_out(rows: Sequence[Any], holdout: Holdout) -> tuple[list[int], s
     count = holdout.count or len(rows) - int(len(rows) * (1 - VALIDATION_FRACTION))
     if holdout.method == "last":
         return list(range(len(rows) - count, len(rows))), "the last rows"
-    classes = _classes(rows)
+    classes: list[Any] = []
+    if isinstance(rows[0], LabelledText | LabelledImage | LabelledPicture):
+        distinct = {row.label for row in rows}
+        is_regression = 2 * len(distinct) > len(rows) and all(map(is_number, distinct))
+        classes = [] if is_regression else [row.label for row in rows]
     by_class = "drawn at random with a fixed seed" + (", the same share of each class" if classes else "")
-    groups = _groups(rows)
-    if len(groups) < len(rows):
-        chosen = _draw(groups, classes, count)
-        if chosen:
-            return chosen, f"{by_class}, rows of one {_group_name(rows[0])} together"
-    single = [[index] for index in range(len(rows))]
-    return _draw(single, classes, count) or _draw(single, [], count), by_class
-
-
-def _classes(rows: Sequence[Any]) -> list[Any]:
-    """Return the class of each row; [] if rows have no class, or if their labels are the numbers of a regression."""
-    if not isinstance(rows[0], LabelledText | LabelledImage | LabelledPicture):
-        return []
-    labels = [row.label for row in rows]
-    distinct = set(labels)
-    is_regression = 2 * len(distinct) > len(rows) and all(map(is_number, distinct))
-    return [] if is_regression else labels
-
-
-def _groups(rows: Sequence[Any]) -> list[list[int]]:
-    """Return the indices of the rows that belong together, for each group."""
+    group_name, key = GROUPS.get(type(rows[0]), ("", lambda row: None))
     groups: dict[Hashable, list[int]] = {}
     for index, row in enumerate(rows):
-        groups.setdefault(_group_key(row, index), []).append(index)
-    return list(groups.values())
-
-
-def _group_key(row: Any, index: int) -> Hashable:
-    match row:
-        case Pair():
-            return row.source
-        case LabelledText():
-            return row.text, row.text_pair
-        case TaggedSentence(document=document) if document:
-            return "document", document
-        case Question():
-            return row.context
-    return index
-
-
-def _group_name(row: Any) -> str:
-    names = {Pair: "source", LabelledText: "text", TaggedSentence: "document", Question: "context"}
-    return names[type(row)]
+        shared = key(row)
+        groups.setdefault(("row", index) if shared is None else ("group", shared), []).append(index)
+    if len(groups) < len(rows) and (chosen := _draw(list(groups.values()), classes, count)):
+        return chosen, f"{by_class}, rows of one {group_name} together"
+    single = [[index] for index in range(len(rows))]
+    return _draw(single, classes, count) or _draw(single, [], count), by_class
 
 
 def _draw(groups: Sequence[list[int]], classes: Sequence[Any], count: int) -> list[int]:
