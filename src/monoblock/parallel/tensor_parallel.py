@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ class SplitLayer(ParallelStyle):
             if self.before is not None:
                 self.before(*args)
             for name, view in views.items():  # an attribute of this name hides the weight until the layer has run
-                module.__dict__[name] = view((module._parameters | module._buffers)[name])
+                module.__dict__[name] = view(cast(Tensor, module._parameters.get(name, module._buffers.get(name))))
             if self.memory is not None and options.get("memory") is not None:
                 options = options | {"memory": self.memory(options["memory"])}
             return (args if self.inputs is None else (self.inputs(args[0]), *args[1:])), options

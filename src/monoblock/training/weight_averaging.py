@@ -76,7 +76,8 @@ def average_checkpoints(
 
     read: a function that returns the weights in a checkpoint, or the part of each that this process stores.
     """
-    read = read or (lambda path: checkpoint.load(path).tensors["model"])
+    if read is None:
+        read = lambda path: checkpoint.load(path).tensors["model"]
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     for path in checkpoints:
