@@ -45,8 +45,9 @@ def token_positions(
     if flags is not None and not uses_flags:
         raise InputError("flags mark a prefix or global tokens, but no block of this model uses them; drop them")
     if isinstance(documents, PackedDocuments):
-        fix = "cannot be used with PackedDocuments; drop it, or give documents as a tensor"
-        reject_arguments(fix, mask=mask, positions=positions, cache=cache)
+        for name, value in (("mask", mask), ("positions", positions), ("cache", cache)):
+            if value is not None:
+                raise InputError(f"{name} cannot be used with PackedDocuments; drop it, or give documents as a tensor")
         return TokenPositions(documents.positions(), documents.numbers, prefix_or_global=flags, packed=documents)
     valid = valid_mask(mask, ids)
     start = 0 if cache is None else cache.common_length
@@ -139,16 +140,11 @@ def _is_transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def reject_arguments(reason: str, **arguments: object) -> None:
-    """Raise InputError if one of these arguments is given; its name is put before the reason."""
+def reject_arguments(config: ModelConfig, **arguments: object) -> None:
+    """Raise InputError if an argument is given that a model of this family does not use."""
     for name, value in arguments.items():
         if value is not None:
-            raise InputError(f"{name} {reason}")
-
-
-def reject_unused(config: ModelConfig, **arguments: object) -> None:
-    """Raise InputError if an argument is given that a model of this family does not use."""
-    reject_arguments(f"was given, but this {config.family} model has no use for it; drop it", **arguments)
+            raise InputError(f"{name} was given, but this {config.family} model has no use for it; drop it")
 
 
 def check_documents(

@@ -346,10 +346,6 @@ def _supports_flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, o
     return mask.q.length >= FLEX_MIN_QUERIES and 16 <= q.shape[-1] == v.shape[-1]
 
 
-def _attend_flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> Tensor:
-    return attend_flex(q, k, v, context.once(build_block_mask, context.resolved_mask), options.scale)
-
-
 def _supports_banded(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> bool:
     """Many queries on a CPU, most of whose tiles are empty in a mask that is computed from positions.
 
@@ -379,10 +375,6 @@ def _supports_causal(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext,
     return context.resolved_mask.kind == "causal" and options.is_plain and supports_causal_attention(q, k, v)
 
 
-def _attend_causal(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> Tensor:
-    return attend_causal(q, k, v, options.scale)
-
-
 def _supports_fused(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, options: ScoreOptions) -> bool:
     """No soft cap and no sinks."""
     return options.softcap is None and options.sinks is None
@@ -405,8 +397,13 @@ def attend_fused(
 
 
 VARLEN = Kernel(_supports_varlen, _attend_varlen)
-FLEX = Kernel(_supports_flex, _attend_flex)
+FLEX = Kernel(
+    _supports_flex,
+    lambda q, k, v, context, options: attend_flex(
+        q, k, v, context.once(build_block_mask, context.resolved_mask), options.scale
+    ),
+)
 BANDED = Kernel(_supports_banded, _attend_banded)
-CAUSAL = Kernel(_supports_causal, _attend_causal)
+CAUSAL = Kernel(_supports_causal, lambda q, k, v, context, options: attend_causal(q, k, v, options.scale))
 FUSED = Kernel(_supports_fused, attend_fused)
 KERNELS = (VARLEN, FLEX, BANDED, CAUSAL, FUSED)  # the first that supports the arguments is used

@@ -59,18 +59,15 @@ class Cache:
         self.index_by_capacity: dict[int, CacheIndex] = {}
         self.memory_positions: TokenPositions | None = None  # positions of the source
         for block in stack_config.layers():
-            size, window = self._layer_capacity(block.attention, chunk)
-            self.layers.append((LinearLayerCache if block.attention.kind == "linear" else LayerCache)(size))
+            is_linear = block.attention.kind == "linear"  # earlier tokens are in its sums
+            size, window = capacity, 1 if is_linear else block.attention.cached_window
+            if window is not None and window + chunk - 1 < capacity:
+                size = window + chunk - 1  # of a ring
+            else:
+                window = None
+            self.layers.append((LinearLayerCache if is_linear else LayerCache)(size))
             self.cross_layers.append(CrossAttentionCache() if block.cross is not None else None)
             self.index_by_capacity.setdefault(size, CacheIndex(batch, size, window, device))
-
-    def _layer_capacity(self, config: AttentionConfig, chunk: int) -> tuple[int, int | None]:
-        """Return the number of columns a block needs, and its window if the columns form a ring, else None."""
-        # Earlier tokens are in the sums of linear attention.
-        window = 1 if config.kind == "linear" else config.cached_window
-        if window is None or window + chunk - 1 >= self.capacity:
-            return self.capacity, None
-        return window + chunk - 1, window
 
     @property
     def batch(self) -> int:

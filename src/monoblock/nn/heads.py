@@ -106,7 +106,13 @@ class Head(nn.Module):
             weight = table if self.output is None else self.output.weight
             assert isinstance(weight, Tensor)
             return output_linear(x, weight, bias)
-        logits = self._tied_product(x, table, bias) if self.output is None else self._own_product(x, bias)
+        if self.output is not None:
+            logits = self._own_product(x, bias)
+        elif isinstance(table, Tensor):
+            logits = self.linear(x, table, bias)
+        else:  # a quantized token embedding
+            assert table is not None
+            logits = table.linear(x, bias)  # type: ignore[operator]
         if config.softcap is not None:
             logits = config.softcap * torch.tanh(logits / config.softcap)
         if self.teacher is not None:  # a second classifier, on the distillation token (Touvron et al. 2021)
@@ -117,11 +123,6 @@ class Head(nn.Module):
         """Return whether the head only multiplies by a plain matrix at its end, so that a function can replace this."""
         is_product = self.config.kind in VOCABULARY_HEADS and self.config.softcap is None and self.teacher is None
         return is_product and isinstance(table if self.output is None else self.output, (Tensor, Linear))
-
-    def _tied_product(self, x: Tensor, table: Tensor | nn.Module | None, bias: Tensor | None) -> Tensor:
-        """Multiply x by the token embedding, which is a matrix (V, dim) or a quantized module."""
-        assert table is not None
-        return self.linear(x, table, bias) if isinstance(table, Tensor) else table.linear(x, bias)  # type: ignore[operator]
 
     def _own_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply x by the head's own output matrix."""

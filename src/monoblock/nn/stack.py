@@ -114,9 +114,14 @@ class Stack(nn.Module):
     ) -> Float[Tensor, "B T D"]:
         """Run the blocks on x, with cross-attention to memory if it is given."""
         inputs = self.block_inputs(x, token_positions, memory, memory_positions, cache)
+        recomputes = self.recompute and self.training and torch.is_grad_enabled()
         for layer, (block, context, options) in zip(self.layers, inputs, strict=True):
+            options |= tap_argument(block, tap, str(layer))
             x = self._round_hidden(x)
-            x = self._run_block(block, x, context, **options, **tap_argument(block, tap, str(layer)))
+            if recomputes:
+                x = run_checkpointed(block, x, context, mode=self.recompute, **options)
+            else:
+                x = block(x, context, **options)
         return x if self.norm is None else apply_tap(tap, "norm", self.norm(x))
 
     def block_inputs(
@@ -150,11 +155,6 @@ class Stack(nn.Module):
 
     def _round_hidden(self, x: Tensor) -> Tensor:
         return x.to(torch.bfloat16) if self.uses_fp8 and is_fp8_training(x.device.type) else x
-
-    def _run_block(self, block: Block, *inputs: Any, **options: Any) -> Tensor:
-        if not (self.recompute and self.training and torch.is_grad_enabled()):
-            return block(*inputs, **options)
-        return run_checkpointed(block, *inputs, mode=self.recompute, **options)
 
     @staticmethod
     def _memory_context(

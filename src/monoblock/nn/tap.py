@@ -72,13 +72,10 @@ def tap_argument(module: nn.Module, tap: Tap | None, prefix: str) -> dict[str, A
 
     So a module that replaces a feed-forward or an attention need not have the argument.
     """
-    if tap is None or not _takes_tap(getattr(module, "_orig_mod", module).forward):  # _orig_mod: under torch.compile
+    if tap is None:
         return {}
-    return {"tap": PrefixedTap(tap, prefix)}
-
-
-def _takes_tap(forward: Callable[..., Any]) -> bool:
-    return _has_tap_parameter(getattr(forward, "__func__", forward))
+    forward = getattr(module, "_orig_mod", module).forward  # _orig_mod: under torch.compile
+    return {"tap": PrefixedTap(tap, prefix)} if _has_tap_parameter(getattr(forward, "__func__", forward)) else {}
 
 
 @functools.lru_cache(maxsize=256)

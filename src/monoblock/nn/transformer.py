@@ -21,7 +21,7 @@ from monoblock.nn.arguments import (
     check_target,
     either_argument,
     memory_positions,
-    reject_unused,
+    reject_arguments,
     select_tokens,
     token_positions,
 )
@@ -99,7 +99,7 @@ class Transformer(nn.Module):
         an encoded source.  `output_linear` replaces the last matrix product (see `Head.forward`).
         """
         if self.encoder is not None and self.decoder is not None:
-            reject_unused(self.config, segments=segments, flags=flags)
+            reject_arguments(self.config, segments=segments, flags=flags)
             if documents is not None:
                 raise InputError(
                     "an encoder-decoder has two texts; give source_documents and target_documents, not documents"
@@ -114,7 +114,7 @@ class Transformer(nn.Module):
             return self.decode(target, memory, source_mask, target_mask, output_linear=output_linear, **options)
         unused: dict[str, Any] = {"source_mask": source_mask, "target_mask": target_mask, "memory": memory}
         unused |= {"source_documents": source_documents, "target_documents": target_documents}
-        reject_unused(self.config, **unused)
+        reject_arguments(self.config, **unused)
         attention_mask = either_argument("attention_mask", attention_mask, "a second argument", target)
         if source is None:
             raise InputError("ids are missing; call model(ids)")
@@ -232,12 +232,12 @@ class Transformer(nn.Module):
             )
             return self._embed(source, input_positions, segments, tap, side="input"), input_positions
         unused = {"attention_mask": mask, "segments": segments, "positions": positions, "documents": documents}
-        reject_unused(self.config, **unused)
+        reject_arguments(self.config, **unused)
         if isinstance(self.input, PatchEmbedding):
             self.input.check_inputs(source, flags)
             x = self.input(source, flags, tap=prefix_tap(tap, "input"))
         else:
-            reject_unused(self.config, flags=flags)
+            reject_arguments(self.config, flags=flags)
             self.input.check_inputs(source)
             x = self.input(source, tap=prefix_tap(tap, "input"))
         return x, arange_positions(x.shape[1], device=x.device)
