@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-# What a training run imports at the latest in its first step.
-PRELOADED = ["monoblock.cli.train", "monoblock.cli.training_run", "monoblock.runs.train", "torch._dynamo"]
+# What a training run imports at the latest in its first step, and some libraries that it uses if they are there.
+PRELOADED = ["monoblock.runs.train", "torch._dynamo", "tokenizers", "sacrebleu", "sacremoses"]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)

@@ -50,3 +50,10 @@ def test_configurations_never_import_torch(statement):
     code = f"import sys\n{statement}\nloaded = {heavy} & set(sys.modules)\nassert not loaded, loaded"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_model_is_there_before_the_compiler_of_torch():
+    """Importing the compiler takes two seconds, which every command would wait for."""
+    code = "import sys, monoblock.model, monoblock.baselines.carried\nassert 'torch._dynamo' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ from support import (
 from monoblock.config.families import bert, vaswani
 from monoblock.config.knobs import vary
 from monoblock.errors import InputError
+from monoblock.kernels.gpu import assume_constant_result
 from monoblock.model import Transformer
 from monoblock.nn import attention, packed_documents, sparse_attention
 from monoblock.nn.attention import attend
@@ -313,3 +314,8 @@ def test_arguments_that_do_not_fit_are_refused():
     for lengths in ([1.5, 2], ["a"], None, [3, -1], []):
         with pytest.raises(InputError, match="lengths must be whole numbers"):
             PackedDocuments.from_lengths(lengths)
+
+
+def test_a_function_of_constant_result_is_marked_as_torch_marks_it():
+    ours, theirs = (mark(lambda: True) for mark in (assume_constant_result, torch.compiler.assume_constant_result))
+    assert vars(ours) == vars(theirs) != {}

@@ -21,20 +21,18 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from monoblock.classic.shared import Listing, ListingModel, fused_attention, scaled_dot_product_attention
+from monoblock.classic.shared import Listing, ListingModel, block_config, fused_attention, scaled_dot_product_attention
 from monoblock.config.families import build_encoder_decoder
 from monoblock.config.model import (
     AttentionConfig,
     BlockConfig,
     EmbeddingConfig,
-    FeedForwardConfig,
     HeadConfig,
     ModelConfig,
     Sinusoid,
 )
 from monoblock.errors import InputError
 from monoblock.nn.attention import Attention
-from monoblock.nn.block import Block
 from monoblock.nn.positions import sinusoid
 from monoblock.training.schedule import noam
 
@@ -107,13 +105,7 @@ class MultiHeadAttention(Listing):
 
 
 def _block_config(d_model: int, num_heads: int, d_ff: int, dropout: float) -> BlockConfig:
-    return BlockConfig(
-        width=d_model,
-        attention=AttentionConfig(heads=num_heads, bias="", mask="full"),
-        feedforward=FeedForwardConfig(hidden=d_ff, activation="relu", dropout=dropout),
-        norm_place="post",
-        dropout=dropout,
-    )
+    return block_config(d_model, num_heads, d_ff, "relu", dropout=dropout, norm_place="post")
 
 
 def _ffn(d_model: int, d_ff: int, dropout: float) -> nn.Sequential:
@@ -151,9 +143,6 @@ class EncoderBlock(Listing):
         x = self.norm1(x + self.dropout1(self.self_attn(x, x, x, mask)))
         return self.norm2(x + self.dropout2(self.ffn(x)))
 
-    def counterpart(self) -> Block:
-        return Block(self.config)
-
 
 class DecoderBlock(Listing):
     """A post-norm block with three sublayers: self-attention, cross-attention to the encoder, feed-forward network.
@@ -187,9 +176,6 @@ class DecoderBlock(Listing):
         tgt = self.norm1(tgt + self.dropout(self.self_attn(tgt, tgt, tgt, tgt_mask)))
         tgt = self.norm2(tgt + self.dropout(self.cross_attn(tgt, enc_output, enc_output, src_mask)))
         return self.norm3(tgt + self.dropout(self.ffn(tgt)))
-
-    def counterpart(self) -> Block:
-        return Block(self.config)
 
 
 class Encoder(nn.Module):

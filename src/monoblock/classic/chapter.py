@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monoblock.classic.shared import Listing, scaled_dot_product_attention
-from monoblock.config.model import AttentionConfig, BlockConfig, FeedForwardConfig
+from monoblock.classic.shared import Listing, block_config, scaled_dot_product_attention
+from monoblock.config.model import AttentionConfig
 from monoblock.nn.attention import Attention
-from monoblock.nn.block import Block
 from monoblock.nn.positions import sinusoid
 
 __all__ = ["MultiHeadAttention", "TransformerBlock", "scaled_dot_product_attention", "sinusoidal_positional_encoding"]
@@ -79,11 +78,7 @@ class TransformerBlock(Listing):
 
     def __init__(self, d_model: int, h: int, d_ff: int) -> None:
         super().__init__()
-        self.config = BlockConfig(
-            width=d_model,
-            attention=AttentionConfig(heads=h, bias="", mask="full"),
-            feedforward=FeedForwardConfig(hidden=d_ff, activation="relu"),
-        )
+        self.config = block_config(d_model, h, d_ff, "relu")
         self.norm1, self.attn = nn.LayerNorm(d_model), MultiHeadAttention(d_model, h)
         self.norm2, self.ff1, self.ff2 = nn.LayerNorm(d_model), nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
 
@@ -91,6 +86,3 @@ class TransformerBlock(Listing):
         """Apply the block to x (B, T, d_model); the output has the same shape."""
         x = x + self.attn(self.norm1(x), mask=mask)[0]
         return x + self.ff2(F.relu(self.ff1(self.norm2(x))))
-
-    def counterpart(self) -> Block:
-        return Block(self.config)

@@ -13,15 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from monoblock.classic.shared import Listing, ListingModel, gpt_config
-from monoblock.config.model import (
-    AttentionConfig,
-    BlockConfig,
-    FeedForwardConfig,
-    ModelConfig,
-)
+from monoblock.classic.shared import Listing, ListingModel, block_config, gpt_config
+from monoblock.config.model import ModelConfig
 from monoblock.nn.attention import attend
-from monoblock.nn.block import Block
 from monoblock.nn.initialize import initialize
 
 
@@ -29,14 +23,6 @@ def multi_head_attention(x: Tensor, Wq: Tensor, Wk: Tensor, Wv: Tensor, Wo: Tens
     """Compute multi-head self-attention of x (B, N, d) from four matrices (d, d), which multiply from the right."""
     q, k, v = ((x @ W).unflatten(-1, (n_heads, -1)).transpose(1, 2) for W in (Wq, Wk, Wv))
     return attend(q, k, v).transpose(1, 2).flatten(2) @ Wo
-
-
-def _block_config(d_model: int, n_heads: int, d_ff: int) -> BlockConfig:
-    return BlockConfig(
-        width=d_model,
-        attention=AttentionConfig(heads=n_heads, mask="full"),
-        feedforward=FeedForwardConfig(hidden=d_ff, activation="gelu"),
-    )
 
 
 class TransformerBlock(Listing):
@@ -60,7 +46,7 @@ class TransformerBlock(Listing):
 
     def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
         super().__init__()
-        self.config = _block_config(d_model, n_heads, d_ff)
+        self.config = block_config(d_model, n_heads, d_ff, "gelu", bias="qkvo")
         self.norm1 = nn.LayerNorm(d_model)
         self.attn = nn.MultiheadAttention(d_model, n_heads, batch_first=True)
         self.norm2 = nn.LayerNorm(d_model)
@@ -75,9 +61,6 @@ class TransformerBlock(Listing):
         h = self.norm1(x)
         x = x + self.attn(h, h, h, attn_mask=mask, need_weights=False)[0]
         return x + self.ffn(self.norm2(x))
-
-    def counterpart(self) -> Block:
-        return Block(self.config)
 
 
 class GPT(ListingModel):
@@ -103,7 +86,7 @@ class GPT(ListingModel):
 
     def __init__(self, vocab: int, d_model: int = 192, n_heads: int = 6, n_layers: int = 6, max_len: int = 256) -> None:
         super().__init__()
-        block = _block_config(d_model, n_heads, 4 * d_model)
+        block = block_config(d_model, n_heads, 4 * d_model, "gelu", bias="qkvo")
         self.untied_config = gpt_config(block, n_layers, vocab=vocab, context=max_len)
         self.max_len = max_len
         self.tok_emb = nn.Embedding(vocab, d_model)

@@ -18,16 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monoblock.classic.shared import Listing, ListingModel, fused_attention, gpt_config
-from monoblock.config.model import (
-    AttentionConfig,
-    BlockConfig,
-    FeedForwardConfig,
-    ModelConfig,
-    NormConfig,
-)
+from monoblock.classic.shared import Listing, ListingModel, block_config, fused_attention, gpt_config
+from monoblock.config.model import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
 from monoblock.nn.attention import Attention
-from monoblock.nn.block import Block
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.initialize import initialize
 from monoblock.nn.norm import Norm, layer_norm
@@ -136,15 +129,6 @@ class MLP(ListOfParameters, Listing):
         return FeedForward(self.linear2.out_features, self.config)
 
 
-def _block_config(embed_dim: int, num_heads: int, hidden: int, dropout: float) -> BlockConfig:
-    return BlockConfig(
-        width=embed_dim,
-        attention=AttentionConfig(heads=num_heads, bias="", mask="full"),
-        feedforward=FeedForwardConfig(hidden=hidden, activation="gelu", dropout=dropout),
-        dropout=dropout,
-    )
-
-
 class TransformerBlock(ListOfParameters, Listing):
     """A pre-norm block: x + attention(ln1(x)), then x + mlp(ln2(x)); attention has no biases.
 
@@ -168,7 +152,7 @@ class TransformerBlock(ListOfParameters, Listing):
     ) -> None:
         super().__init__()
         hidden = int(embed_dim * mlp_ratio) if ff_dim is None else ff_dim
-        self.config = _block_config(embed_dim, num_heads, hidden, dropout_prob)
+        self.config = block_config(embed_dim, num_heads, hidden, "gelu", dropout=dropout_prob)
         self.attention, self.mlp = MultiHeadAttention(embed_dim, num_heads), MLP(embed_dim, hidden, dropout_prob)
         self.ln1, self.ln2, self.dropout = LayerNorm(embed_dim), LayerNorm(embed_dim), nn.Dropout(dropout_prob)
 
@@ -176,9 +160,6 @@ class TransformerBlock(ListOfParameters, Listing):
         """Apply the block to x (batch, seq, embed_dim); `mask` is that of `MultiHeadAttention`."""
         x = x + self.dropout(self.attention.forward(self.ln1.forward(x), mask))
         return x + self.dropout(self.mlp.forward(self.ln2.forward(x)))
-
-    def counterpart(self) -> Block:
-        return Block(self.config)
 
 
 class GPT(ListOfParameters, ListingModel):
@@ -203,7 +184,7 @@ class GPT(ListOfParameters, ListingModel):
         self, vocab_size: int, embed_dim: int, num_layers: int, num_heads: int, max_seq_len: int = 1024
     ) -> None:
         super().__init__()
-        block = _block_config(embed_dim, num_heads, 4 * embed_dim, 0.1)
+        block = block_config(embed_dim, num_heads, 4 * embed_dim, "gelu", dropout=0.1)
         self.untied_config = gpt_config(block, num_layers, vocab=vocab_size, context=max_seq_len)
         self.max_seq_len = max_seq_len
         self.token_embedding = Embedding(vocab_size, embed_dim)

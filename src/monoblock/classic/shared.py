@@ -5,35 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from monoblock.config.families import LAYER_NORM, build_stack
-from monoblock.config.model import BlockConfig, EmbeddingConfig, HeadConfig, Learned, ModelConfig
+from monoblock.config.model import (
+    AttentionConfig,
+    BlockConfig,
+    EmbeddingConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    Learned,
+    ModelConfig,
+)
 from monoblock.errors import InputError
 from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.model import Transformer
 from monoblock.nn.attention import AttentionContext, attend, attend_fused
+from monoblock.nn.block import Block
 from monoblock.nn.masks import arange_positions, everything, mask_from_matrix
-
-
-class WeightsRecorder:
-    """A tap that keeps the attention weights (B, H, T, S) and changes nothing."""
-
-    weights: Tensor
-
-    def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        if name == "weights":
-            self.weights = tensor
-        return tensor
-
-    def wants(self, name: str) -> bool:
-        return name == "weights"
-
-    def changes(self, name: str) -> bool:
-        return False
 
 
 def scaled_dot_product_attention(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -43,12 +35,12 @@ def scaled_dot_product_attention(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor |
     `mask` broadcasts to the weights and is 0 or False where a query may not see a key.  A query that may see no key
     gives zeros.
     """
-    batch, recorder = Q.shape[:-2], WeightsRecorder()
+    batch, recorded = Q.shape[:-2], dict[str, Tensor]()
     shape = (*Q.shape[:-1], K.shape[-2])
     allowed = None if mask is None else (mask != 0).broadcast_to(shape).reshape(-1, 1, *shape[-2:])
     q, k, v = (tensor.reshape(-1, 1, *tensor.shape[-2:]) for tensor in (Q, K, V))
-    output = attend(q, k, v, allowed, tap=recorder)
-    return output.reshape(*batch, *output.shape[-2:]), recorder.weights.reshape(shape)
+    output = attend(q, k, v, allowed, tap=recorded.setdefault)
+    return output.reshape(*batch, *output.shape[-2:]), recorded["weights"].reshape(shape)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -71,10 +63,11 @@ class Listing(nn.Module):
     """
 
     NAMES: ClassVar[Mapping[str, str]]
+    config: Any  # of the module of monoblock that computes the same
 
     def counterpart(self) -> nn.Module:
-        """Build the module of monoblock that computes the same, of the same sizes."""
-        raise NotImplementedError
+        """Build the module of monoblock that computes the same, of the same sizes: a block, if nothing else is said."""
+        return Block(self.config)
 
     def to_monoblock(self) -> Any:
         """Return the module of monoblock that computes the same; it shares these weights."""
@@ -112,6 +105,26 @@ def monoblock_weights(module: nn.Module) -> dict[str, Tensor]:
         ours = [f"{our_name}{name.removeprefix(theirs)}" for our_name in names[theirs].split()] if theirs else [name]
         renamed.update(zip(ours, weight.chunk(len(ours)) if len(ours) > 1 else [weight], strict=True))
     return renamed
+
+
+def block_config(
+    width: int,
+    heads: int,
+    hidden: int,
+    activation: Literal["relu", "gelu"],
+    *,
+    bias: str = "",
+    dropout: float = 0.0,
+    norm_place: Literal["pre", "post"] = "pre",
+) -> BlockConfig:
+    """Return the configuration of a block of a document; `bias` is that of its attention."""
+    return BlockConfig(
+        width=width,
+        attention=AttentionConfig(heads=heads, bias=bias, mask="full"),
+        feedforward=FeedForwardConfig(hidden=hidden, activation=activation, dropout=dropout),
+        norm_place=norm_place,
+        dropout=dropout,
+    )
 
 
 def gpt_config(block: BlockConfig, depth: int, *, vocab: int, context: int) -> ModelConfig:
