@@ -210,7 +210,11 @@ class Engine:
         if pages_of(source_length) > self.sources.count - 1:
             raise InputError(f"a source of {source_length} tokens is too long for this engine; shorten it")
         if not (request.is_beam_search or variant.needs_own_pass):
-            request.proposer = self.proposer or self._draft(settings.draft)
+            kind, request.proposer = settings.draft, self.proposer
+            if kind is not None and self.proposer is None:
+                if kind not in self.drafts:
+                    self.drafts[kind] = make_self_draft(self.model, kind)
+                request.proposer = self.drafts[kind]
         if request.proposer is not None:
             request.proposer.check_prompt(len(prompt.ids))
         if not self.busy and not self.keeps_prefixes:
@@ -255,12 +259,6 @@ class Engine:
         if not all(isinstance(name, str) for name in capture):
             raise InputError("capture takes names of activations; write capture=['decoder.*.output']")
         return Variant(adapter, edits, capture)
-
-    def _draft(self, kind: str | None) -> Proposer | None:
-        """Return what proposes tokens for requests with `Settings.draft`."""
-        if kind is not None and kind not in self.drafts:
-            self.drafts[kind] = make_self_draft(self.model, kind)
-        return None if kind is None else self.drafts[kind]
 
     def cancel(self, request_id: int) -> None:
         """Drop a request, whether it is waiting or running."""

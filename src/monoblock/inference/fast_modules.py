@@ -425,8 +425,10 @@ class FastStack(Stack):
     ) -> Tensor:
         assert tap is None, "fast modules have no taps"
         operator = self.cpu_stack
-        if operator is not None and isinstance(cache, PagedRows) and self._runs_operator(operator, x, cache):
-            return self._run_pages(operator, x, cache)
+        if operator is not None and isinstance(cache, PagedRows):
+            is_long = cache.is_new and cache.num_new > LONG_PROMPT and self.multiplies_long_prompts
+            if not is_long and operator.supports(x, cache.num_new):
+                return self._run_pages(operator, x, cache)
         assert self.cpu_stack is None or not self.is_exact, "the runner gives the operator more tokens than it takes"
         if self.cpu_encoder is not None and self.cpu_encoder.supports(x, 0):
             lengths = text_lengths(x, token_positions)
@@ -437,10 +439,6 @@ class FastStack(Stack):
         for (block, context, options), next_norms in zip(inputs, self.next_norms, strict=True):
             hidden = cast(FastBlock, block).run(hidden, context, next_norms, **options)
         return hidden.values if self.norm is None else self.norm(hidden.values)
-
-    def _runs_operator(self, operator: CpuStack, x: Tensor, rows: PagedRows) -> bool:
-        is_long = rows.is_new and rows.num_new > LONG_PROMPT and self.multiplies_long_prompts
-        return not is_long and operator.supports(x, rows.num_new)
 
     def _run_pages(self, operator: CpuStack, x: Tensor, rows: PagedRows) -> Tensor:
         """Run new tokens x (B, T, D), of which some are padding, with keys and values in pages."""

@@ -137,7 +137,8 @@ class Pages:
         own, more = np.array([rows, counts], dtype=np.int64)
         if (self.lengths[own] + more <= self.room[own]).all():
             return PageCopies([], [], [])
-        shared, new = self._shared_tails(own, more), self._num_new(own, more)
+        shared = self._shared_tails(own, more)
+        new = np.maximum(-(-(self.lengths[own] + more) // PAGE_SIZE) - self.num_pages[own], 0)
         if len(shared) + new.sum() > self.num_free:
             raise OutOfPages
         column, used = np.divmod(self.lengths[shared], PAGE_SIZE)
@@ -152,14 +153,10 @@ class Pages:
         self.room[own] = np.where(more > 0, self.num_pages[own] * PAGE_SIZE, 0)
         return PageCopies(pages.tolist(), copies, used.tolist())
 
-    def _num_new(self, rows: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray) -> np.ndarray:
-        needed = -(-(self.lengths[rows] + np.asarray(counts, dtype=np.int64)) // PAGE_SIZE)
-        return np.maximum(needed - self.num_pages[rows], 0)
-
-    def _shared_tails(self, rows: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray) -> np.ndarray:
+    def _shared_tails(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return the rows that would write into a page of another row; the last user of a page keeps it."""
         column = self.lengths[rows] // PAGE_SIZE
-        inside = (column < self.num_pages[rows]) & (np.asarray(counts) > 0)
+        inside = (column < self.num_pages[rows]) & (counts > 0)
         pages = self.tables[rows, np.minimum(column, self.tables.shape[1] - 1)]
         shared = np.flatnonzero(inside & (self.users[pages] > 1))
         if not len(shared):
@@ -167,7 +164,7 @@ class Pages:
         order = shared[np.argsort(pages[shared], kind="stable")]
         _, first, count = np.unique(pages[order], return_index=True, return_counts=True)
         number = np.arange(len(order)) - np.repeat(first, count)  # of a row among those that write into its page
-        return np.asarray(rows, dtype=np.int64)[order[number < self.users[pages[order]] - 1]]
+        return rows[order[number < self.users[pages[order]] - 1]]
 
     def _take_row(self) -> int:
         if self.free_rows:

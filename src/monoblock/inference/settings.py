@@ -160,24 +160,20 @@ class Settings:
 
     def check_vocabulary(self, size: int) -> None:
         """Raise InputError if an option contains a token id outside a vocabulary of this size."""
-        options = {
-            "eos_token_id": self.eos_token_id,
-            "suppress_tokens": self.suppress_tokens,
-            "begin_suppress_tokens": self.begin_suppress_tokens,
-            "bad_words_ids": tuple(token for word in self.bad_words_ids for token in word),
-            "forced_bos_token_id": (self.forced_bos_token_id,),
-            "forced_eos_token_id": (self.forced_eos_token_id,),
-            "pad_token_id": (self.pad_token_id,),
-            "logit_bias": tuple(self.logit_bias),
-        }
         if len(set(self.suppress_tokens)) >= size:
             raise InputError("suppress_tokens contains the whole vocabulary, so that no token is left; leave some out")
-        for name, tokens in options.items():
-            for token in tokens:
-                if token is not None and token >= size:
-                    raise InputError(f"{name} contains token id {token}, but the vocabulary ends at {size - 1}")
+        options: dict[str, Collection[int]] = {name: _several(getattr(self, name)) for name in TOKEN_OPTIONS}
+        options |= {"bad_words_ids": [token for word in self.bad_words_ids for token in word]}
+        for name, tokens in (options | {"logit_bias": self.logit_bias}).items():
+            wrong = next((token for token in tokens if token >= size), None)
+            if wrong is not None:
+                raise InputError(f"{name} contains token id {wrong}, but the vocabulary ends at {size - 1}")
 
 
+TOKEN_OPTIONS = (
+    *("eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "pad_token_id"),
+)
 DRAFT_BITS: dict[str, Literal[4, 8]] = {"8-bit": 8, "4-bit": 4}
 SEED_LIMIT = 2**63
 MAX_COUNT = 2**31 - 1

@@ -64,23 +64,11 @@ class PagePool:
         keys = self.get("keys", count, like, groups, PAGE_SIZE, key_size)
         return keys, self.get("values", count, like, groups, PAGE_SIZE, value_size)
 
-    def write(self, name: str, count: int, new: Tensor, pages: Tensor, offsets: Tensor) -> Tensor:
-        """Write new keys or values (B, G, T, size) to pages and offsets (B, T); return the pool."""
-        pool = self.get(name, count, new, new.shape[1], PAGE_SIZE, new.shape[3])
-        pool[pages, :, offsets] = new.transpose(1, 2).to(pool.dtype)
-        return pool
-
 
 def token_bytes(config: StackConfig, element_size: int) -> int:
     """Return the size of the keys and values of one token in all blocks."""
     sizes = ((block.attention, block.width) for block in config.layers())
     return element_size * sum(one.num_kv_heads * (one.key_size(width) + one.value_size(width)) for one, width in sizes)
-
-
-def read_pages(pool: Tensor, tables: Tensor, length: int) -> Tensor:
-    """Return the first `length` tokens of rows with these tables (B, P), as (B, G, length, size)."""
-    tables = tables[:, : -(-length // PAGE_SIZE)]
-    return pool[tables].transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
 class PagedCache:
@@ -150,12 +138,10 @@ class PagedLayer(LayerCache):
     def update(self, keys: Tensor, values: Tensor, write: CacheWrite) -> KeyValues:
         """Write new keys and values (B, G, T, size) to their pages; return all that queries may see."""
         rows = self.rows
-        key_pool = self.pool.write("keys", rows.cache.count, keys, *rows.slots)
-        value_pool = self.pool.write("values", rows.cache.count, values, *rows.slots)
+        pools = rows.write(self.pool, "keys", keys), rows.write(self.pool, "values", values)
         if rows.is_new:
             return KeyValues(keys, values)
-        tables, length = rows.tables, write.num_visible
-        return KeyValues(read_pages(key_pool, tables, length), read_pages(value_pool, tables, length))
+        return KeyValues(*(rows.read(pool, rows.tables, write.num_visible) for pool in pools))
 
 
 class PagedLinearLayer(LinearLayerCache):
@@ -178,7 +164,7 @@ class PagedLinearLayer(LinearLayerCache):
         sums = pool.get("sums", count, keys, G, K)
         before = self._sums_before(stored, products, sums)
         for name, new in stored.items():
-            pool.write(name, count, new, *rows.slots)
+            rows.write(pool, name, new)
         # Pages that begin in this pass get the sums over all tokens before them.
         first, inside = rows.lengths // PAGE_SIZE, rows.lengths % PAGE_SIZE
         pages = (T - 1) // PAGE_SIZE + 2
@@ -251,7 +237,7 @@ class PagedSource(CrossAttentionCache):
         assert pool is not None
         assert self.rows.source_tables is not None
         assert self.rows.memory_positions is not None
-        return read_pages(pool, self.rows.source_tables, self.rows.memory_positions.length)
+        return self.rows.read(pool, self.rows.source_tables, self.rows.memory_positions.length)
 
 
 class PagedRows(Cache):
@@ -315,6 +301,32 @@ class PagedRows(Cache):
         page = self.tables.gather(1, page.clamp(max=self.tables.shape[1] - 1)).long()
         return torch.where(column < self.counts[:, None], page, 0), index % PAGE_SIZE
 
+    @cached_property
+    def indices(self) -> dict[object, Tensor]:
+        """Where `write` and `read` find tokens in a pool, which all blocks of a shape have at the same places."""
+        return {}
+
+    def write(self, pool: PagePool, name: str, new: Tensor) -> Tensor:
+        """Write new keys or values (B, G, T, size) to their pages; return the tensor of the pool."""
+        G, size = new.shape[1], new.shape[3]
+        if G not in self.indices:
+            pages, offsets = self.slots
+            groups = torch.arange(G, device=pages.device)
+            self.indices[G] = ((pages[..., None] * G + groups) * PAGE_SIZE + offsets[..., None]).flatten()  # (B T G,)
+        own = pool.get(name, self.cache.count, new, G, PAGE_SIZE, size)
+        own.view(-1, size).index_copy_(0, self.indices[G], new.transpose(1, 2).reshape(-1, size).to(own.dtype))
+        return own
+
+    def read(self, pool: Tensor, tables: Tensor, length: int) -> Tensor:
+        """Return the first `length` tokens of rows with these tables (B, P), as (B, G, length, size)."""
+        _, G, _, size = pool.shape
+        key = tables is self.tables, G, length
+        if key not in self.indices:
+            pages = tables[:, None, : -(-length // PAGE_SIZE)].long()
+            self.indices[key] = (pages * G + torch.arange(G, device=pages.device)[:, None]).flatten()  # (B G P,)
+        found = pool.view(-1, PAGE_SIZE * size).index_select(0, self.indices[key])
+        return found.view(len(tables), G, -1, size)[:, :, :length]
+
     def prepare_write(self, new_positions: TokenPositions) -> list[CacheWrite]:
         """Prepare a pass over new tokens; return one `CacheWrite` for each block."""
         if self.is_new:
@@ -366,7 +378,7 @@ class StaticRows(PagedRows):
 
     def begin_pass(self) -> None:
         """Forget what has been computed from the buffers."""
-        for name in ("slots", "layers", "cross_layers"):
+        for name in ("slots", "indices", "layers", "cross_layers"):
             self.__dict__.pop(name, None)
         self.memory_positions = None
         if self.source_lengths is not None:

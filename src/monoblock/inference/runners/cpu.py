@@ -173,23 +173,18 @@ class CpuStack:
             end = max(first + 1, int(torch.searchsorted(ends, before + ENCODER_TOKENS, right=True)))
             own = lengths[first:end]
             tables = torch.arange(len(own) * pages, dtype=torch.int32).view(-1, pages)
-            keys, values = (_shared_pools(x, tables.numel(), shapes) for shapes in self.pool_shapes)
+            keys, values = (self._scratch_pools(x, tables.numel(), values=part) for part in (False, True))
             out.append(self.step(x[first:end], torch.zeros_like(own), own, tables, keys, values, causal=False))
             first = end
         return torch.cat(out)
 
-    @property
-    def pool_shapes(self) -> list[list[tuple[int, int, int]]]:
-        """The shapes of the pages of keys and of values, for each block."""
+    def _scratch_pools(self, x: Tensor, count: int, *, values: bool) -> list[Tensor]:
+        """Return a pool of `count` pages for each block; equal ones share memory, as none reads what another wrote."""
         own = [(block.attention, block.width) for block in self.stack.config.layers()]
-        sizes = [(one.num_kv_heads, one.key_size(width), one.value_size(width)) for one, width in own]
-        return [[(size[0], PAGE_SIZE, size[part]) for size in sizes] for part in (1, 2)]
-
-
-def _shared_pools(x: Tensor, count: int, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Return pools of `count` pages; blocks of one shape share theirs, as none reads what another has written."""
-    memory = {shape: x.new_empty(count, *shape) for shape in set(shapes)}
-    return [memory[shape] for shape in shapes]
+        sizes = [one.value_size(width) if values else one.key_size(width) for one, width in own]
+        shapes = [(count, one.num_kv_heads, PAGE_SIZE, size) for (one, _), size in zip(own, sizes, strict=True)]
+        memory = {shape: x.new_empty(shape) for shape in set(shapes)}
+        return [memory[shape] for shape in shapes]
 
 
 # -- weights and options --------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from monoblock.inference.runners.record import record
 from monoblock.inference.sampler import Filters
 from monoblock.inference.scheduler import PLAIN, RowPass
 from monoblock.inference.supported_models import SUPPORTED, unsupported_field
+from monoblock.kernels.gpu import next_power_of_two
 from monoblock.kernels.gpu_attention import PAGE_SIZE
 from monoblock.nn.experts import Experts
 from monoblock.nn.paged_cache import PagedCache, StaticRows, token_bytes
@@ -207,7 +208,7 @@ class CudaRunner(ModelRunner):
         """Return the shape of a recorded pass for these, or None if they are not recorded."""
         rows, tokens = len(passes), max(len(one.tokens) for one in passes)
         if tokens <= MAX_TOKENS and all(one.start > 0 for one in passes):
-            return self._step_shape(passes, 1 << (tokens - 1).bit_length(), tokens)
+            return self._step_shape(passes, next_power_of_two(tokens), tokens)
         before, self.memory.last_prompts = self.memory.last_prompts, None
         is_new = all(one.start == 0 and len(one.tokens) == tokens and one.num_logits == 1 for one in passes)
         if is_new and self.model.encoder is None and not self.has_experts and rows * tokens <= MAX_PROMPT_TOKENS:
@@ -219,10 +220,10 @@ class CudaRunner(ModelRunner):
         rows, longest = round_up_rows(len(passes)), max(one.start for one in passes) + ahead
         if self.has_experts and rows * tokens > MAX_EXPERT_TOKENS:
             return None
-        pages, source_pages = max(MIN_PAGES, _power_of_two(-(-longest // PAGE_SIZE))), 0
+        pages, source_pages = max(MIN_PAGES, next_power_of_two(-(-longest // PAGE_SIZE))), 0
         if self.model.encoder is not None:
             numbers = [one.row.request.source_place for one in passes]
-            source_pages = _power_of_two(int(self.sources.num_pages[numbers].max()))
+            source_pages = next_power_of_two(int(self.sources.num_pages[numbers].max()))
         return PassShape(rows, tokens, pages, source_pages)
 
     def _load(self, shape: PassShape, passes: Sequence[RowPass], filters: Filters | None = None) -> RecordedPass:
@@ -263,7 +264,3 @@ class CudaRunner(ModelRunner):
 def round_up_rows(count: int) -> int:
     """Return the number of rows of the recording for so many rows."""
     return next((size for size in ROWS if size >= count), -(-count // 64) * 64)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
