@@ -19,7 +19,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -526,9 +526,17 @@ class Engine:
         """Advance the searches of these requests by one token; their rows continue the beams that are chosen."""
         outputs: list[RequestOutput] = []
         for request in requests:
-            if not request.is_started:
-                self._begin(request)
-                self._begin_search(request, requests)
+            if request.is_started:
+                continue
+            self._begin(request)
+            shape = request.settings.num_beams, request.settings.num_beam_groups
+            for searches in self.beams:  # those that advance in this step
+                if (searches.num_beams, searches.groups) == shape and all(one in requests for one in searches.requests):
+                    break
+            else:
+                searches = BeamSearches(*shape, self.limits.device)
+                self.beams.append(searches)
+            searches.add(request.settings, request.token_budget, request)
         for searches in list(self.beams):
             is_ready = [request in requests for request in searches.requests]
             if not any(is_ready):
@@ -552,17 +560,6 @@ class Engine:
                 outputs += self._fail(request, problem)
             outputs += self._regroup(searches, continued)
         return outputs
-
-    def _begin_search(self, request: Request, ready: Sequence[Request]) -> None:
-        """Add the search of a request to those of its shape that advance in this step."""
-        shape = request.settings.num_beams, request.settings.num_beam_groups
-        for searches in self.beams:
-            if (searches.num_beams, searches.groups) == shape and all(one in ready for one in searches.requests):
-                break
-        else:
-            searches = BeamSearches(*shape, self.limits.device)
-            self.beams.append(searches)
-        searches.add(request.settings, request.token_budget, request)
 
     def _regroup(self, searches: BeamSearches, origins: Mapping[Request, Sequence[int]]) -> list[RequestOutput]:
         """Let the rows of requests continue the beams that their searches have chosen."""
@@ -607,32 +604,27 @@ class Engine:
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """Undo what the block has changed if it does not reach its end."""
-        saved = self._save()
-        try:
-            yield
-        except BaseException:
-            self._restore(*saved)
-            raise
-
-    def _save(self) -> tuple[Any, ...]:
         scheduler = self.scheduler
         requests = [*scheduler.running, *(one for one in scheduler.waiting if one.is_started)]
         rows = [row for request in requests for row in request.rows]
-        changing = [(one, vars(one).copy()) for one in (*requests, *rows, *self.beams)]
         lists = [*scheduler.waiting], [*scheduler.running], [*scheduler.searching], [*self.beams]
-        return self.pages.save(), self.sources.save(), lists, changing, [(row, len(row.tokens)) for row in rows]
-
-    def _restore(self, pages: Any, sources: Any, lists: Any, changing: Any, lengths: Any) -> None:
-        self.pages.restore(pages)
-        self.sources.restore(sources)
-        self.scheduler.waiting, self.scheduler.running, self.scheduler.searching, self.beams = lists
-        for request in set(self.scheduler.waiting) - {one for one, _ in changing}:
-            request.restart()
-        for one, values in changing:
-            vars(one).update(values)
-        for row, length in lengths:
-            row.text = None  # it is decoded again from the tokens
-            del row.tokens[length:], row.digests[length // PAGE_SIZE :]
+        changing = [(one, vars(one).copy()) for one in (*requests, *rows, *self.beams)]
+        lengths = [len(row.tokens) for row in rows]
+        pages, sources = self.pages.save(), self.sources.save()
+        try:
+            yield
+        except BaseException:
+            self.pages.restore(pages)
+            self.sources.restore(sources)
+            scheduler.waiting, scheduler.running, scheduler.searching, self.beams = lists
+            for request in set(scheduler.waiting) - set(requests):
+                request.restart()
+            for one, values in changing:
+                vars(one).update(values)
+            for row, length in zip(rows, lengths, strict=True):
+                row.text = None  # it is decoded again from the tokens
+                del row.tokens[length:], row.digests[length // PAGE_SIZE :]
+            raise
 
 
 def _take_rows(logits: Tensor, index: list[int]) -> Tensor:

@@ -26,8 +26,9 @@ from monoblock.inference.beam import (
     best_continuations,
     log_softmax,
 )
+from monoblock.inference.runners.plain import run_texts
 from monoblock.inference.runners.record import Replay, record
-from monoblock.inference.scheduler import NAN_LOGITS, PLAIN, Prompt, Request, pad_right
+from monoblock.inference.scheduler import NAN_LOGITS, PLAIN, Prompt, Request
 from monoblock.inference.settings import Settings
 from monoblock.nn.beam_cache import MAX_BEAMS, BeamCache
 from monoblock.nn.cache import Cache
@@ -207,16 +208,12 @@ class RecordedSearch:
         self._run_prompts([request.prompt for request in requests])
 
     def _run_prompts(self, prompts: Sequence[Prompt]) -> None:
-        model, device, longest = self.buffers.model, self.buffers.model.device, self.prompt_length
-        lengths = torch.tensor([len(prompt.ids) for prompt in prompts], device=device)
-        ids, mask = pad_right([prompt.ids for prompt in prompts], device)
-        cache, last = model.make_cache(len(prompts), longest, chunk=longest), lengths[:, None] - 1
-        if model.encoder is None:
-            logits = model(ids, mask, cache=cache, logits_at=last)
-        else:
-            source, source_mask = pad_right([prompt.source or () for prompt in prompts], device)
-            logits = model(source, ids, source_mask, mask, cache=cache, logits_at=last)
-        cache.advance(longest if mask is None else lengths)
+        model, longest = self.buffers.model, self.prompt_length
+        lengths = torch.tensor([len(prompt.ids) for prompt in prompts], device=model.device)
+        cache = model.make_cache(len(prompts), longest, chunk=longest)
+        logits = run_texts(model, prompts, cache=cache, logits_at=lengths[:, None] - 1)
+        is_full = all(len(prompt.ids) == longest for prompt in prompts)
+        cache.advance(longest if is_full else lengths)
         self.buffers.begin(cache, lengths, logits[:, 0], self.searches)
 
     def step(self) -> None:
