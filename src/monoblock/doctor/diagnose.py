@@ -51,43 +51,35 @@ class DiagnoseOptions(TypedDict, total=False):
     checks: str | Sequence[str] | None
 
 
-ABOUT_MODEL = frozenset(field.name for field in fields(PlainOptions))
-EXTRAS = frozenset(field.name for field in fields(Extras))
-
-
 def split_options(options: Mapping[str, Any]) -> tuple[PlainOptions, Extras]:
     """Return the options that describe the model, and the others; raise InputError for impossible values."""
     check_names(options)
-    about_model = PlainOptions(**{name: value for name, value in options.items() if name in ABOUT_MODEL})
-    extras = Extras(**{name: value for name, value in options.items() if name in EXTRAS})
-    _check_values(about_model.kind, about_model.length, about_model.window, extras.batch)
-    return about_model, extras
-
-
-def check_names(options: Mapping[str, Any]) -> None:
-    """Raise InputError for an unknown keyword argument."""
-    public = [*DiagnoseOptions.__annotations__]
-    unknown = next((name for name in options if name not in public and name not in EXTRAS), None)
-    if unknown is not None:
-        hint = did_you_mean(unknown, public) or f"; it takes {', '.join(public)}"
-        raise InputError(f"mb.diagnose has no argument {unknown!r:.60}{hint}")
-
-
-def _check_values(kind: str | None, length: int | None, window: int | None, batch: Any) -> None:
+    about_model = PlainOptions(**{one.name: options[one.name] for one in fields(PlainOptions) if one.name in options})
+    extras = Extras(**{one.name: options[one.name] for one in fields(Extras) if one.name in options})
+    kind, length, window, batch = about_model.kind, about_model.length, about_model.window, extras.batch
     if kind is not None and kind not in KINDS:
         raise InputError(f"kind={kind!r}: write one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
     if length is not None and length < 3:
         raise InputError(f"length={length} is too short to examine; give 8 tokens or more")
     if window is not None and window < 1:
         raise InputError(f"window={window}: a token sees at least itself; give 1 or more")
-    if batch is None:
-        return
-    is_pair = isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)
-    if not is_pair:
+    if batch is not None and not (
+        isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)
+    ):
         raise InputError("batch= takes two tensors, (ids, labels); for a language model ids[:, :-1] and ids[:, 1:]")
-    if batch[0].dim() < 2 or len(batch[0]) != len(batch[1]):
+    if batch is not None and (batch[0].dim() < 2 or len(batch[0]) != len(batch[1])):
         shapes = " and ".join(str(tuple(t.shape)) for t in batch)
         raise InputError(f"batch= has shapes {shapes}; ids are (B, T), and labels have as many rows")
+    return about_model, extras
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raise InputError for an unknown keyword argument."""
+    public = [*DiagnoseOptions.__annotations__]
+    unknown = next((name for name in options if name not in (*public, "history")), None)
+    if unknown is not None:
+        hint = did_you_mean(unknown, public) or f"; it takes {', '.join(public)}"
+        raise InputError(f"mb.diagnose has no argument {unknown!r:.60}{hint}")
 
 
 def make_subject(model: Any, options: PlainOptions) -> Subject:
@@ -124,7 +116,12 @@ def diagnose_model(
     options: the fields of `PlainOptions` and `Extras`.
     """
     started = time.perf_counter()
-    names = _names_of_checks(checks)
+    names = checks.split(",") if isinstance(checks, str) else checks
+    names = None if names is None else [name.strip() for name in names if name.strip()]
+    known = [check.name for check in CHECKS]
+    if unknown := next((name for name in names or () if name not in known), None):
+        hint = did_you_mean(unknown, known) or "; monoblock doctor --list shows all"
+        raise InputError(f"there is no check {unknown!r}{hint}")
     about_model, extras = split_options(options)
     named_pad_id = about_model.pad_id
     if named_pad_id is None and extras.tokenizer is not None:
@@ -138,26 +135,10 @@ def diagnose_model(
             )
         chosen = [c for c in CHECKS if (names is None or c.name in names) and not (cheap and c.is_slow)]
         exam = Examination(subject, extras)
-        if _is_compiled(model):
+        parts = model.modules() if isinstance(model, nn.Module) else ()
+        if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in parts):
             exam.notes.append("the model is compiled; it was examined without torch.compile")
         return _run_checks(exam, chosen, started, max_seconds)
-
-
-def _is_compiled(model: Any) -> bool:
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules)
-
-
-def _names_of_checks(checks: str | Sequence[str] | None) -> list[str] | None:
-    """Return the names of checks as a list; raise InputError for an unknown one."""
-    if checks is None:
-        return None
-    names = [name.strip() for name in checks.split(",") if name.strip()] if isinstance(checks, str) else list(checks)
-    known = [check.name for check in CHECKS]
-    if unknown := [name for name in names if name not in known]:
-        hint = did_you_mean(unknown[0], known) or "; monoblock doctor --list shows all"
-        raise InputError(f"there is no check {unknown[0]!r}{hint}")
-    return names
 
 
 def _run_checks(exam: Examination, checks: Sequence[Check], started: float, max_seconds: float) -> Report:
@@ -213,8 +194,7 @@ def _why_skipped(check: Check, exam: Examination, deadline: float) -> NotChecked
         return REQUIREMENTS[missing].describe(check.name, is_known=is_known)
     if time.perf_counter() > deadline:
         return NotChecked("time was up", "run monoblock doctor on the model", check=check.name)
-    module = exam.subject.module
-    parameters = 0 if module is None else sum(p.numel() for p in module.parameters())
+    parameters = sum(weight.numel() for weight in exam.subject.weights)
     if parameters > check.max_parameters:
         reason = f"the model has {parameters:,} parameters, for which it takes long"
         return NotChecked(reason, f"pass checks=['{check.name}'] to a small copy", check=check.name)

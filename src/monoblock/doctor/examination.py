@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -31,6 +32,16 @@ class TrainingHistory:
     starts_fresh: bool = True  # from random weights
     uniform_loss: float | None = None  # ln V, or ln of the number of classes
     epochs: float | None = None  # passes over the data
+
+    @property
+    def validation_losses(self) -> list[float]:
+        return [float(row["val_loss"]) for row in self.evaluations if "val_loss" in row]
+
+    @property
+    def last_train_loss(self) -> float:
+        """The mean of the last tenth of the steps; NaN without steps."""
+        losses = [float(row["loss"]) for row in self.steps[-max(1, len(self.steps) // 10) :]]
+        return sum(losses) / len(losses) if losses else math.nan
 
 
 @dataclass
@@ -69,6 +80,11 @@ class Examination:
         return self.subject.module
 
     @property
+    def trains(self) -> bool:
+        """Whether a training step of the module is given."""
+        return self.extras.step is not None and self.subject.module is not None
+
+    @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
         """All modules with their names; none of a function."""
         return [] if self.subject.module is None else list(self.subject.module.named_modules())
@@ -79,6 +95,11 @@ class Examination:
         assert self.extras.batch is not None
         ids, labels = self.extras.batch
         return ids.to(self.subject.device), labels.to(self.subject.device)
+
+    @property
+    def history(self) -> TrainingHistory:
+        assert self.extras.history is not None
+        return self.extras.history
 
     @cached_property
     def ids(self) -> Tensor:
@@ -98,6 +119,10 @@ class Examination:
         """Whether no token may depend on later ones, and states that show it can be compared."""
         return self.subject.kind in ("causal", "encoder-decoder") and self.has_states
 
+    @property
+    def has_window(self) -> bool:
+        return bool(self.subject.declared.window) or any(self.subject.declared.windows or ())
+
     @cached_property
     def long_ids(self) -> Tensor | None:
         """A text about as long as the model can read; None if no length beyond that of the probes is known to work."""
@@ -113,9 +138,7 @@ class Examination:
     @cached_property
     def has_states(self) -> bool:
         """Whether `states` can be compared: the output has one row for each token, or hidden states were recorded."""
-        if not self.subject.reads_tokens:
-            return False
-        return self.is_per_token or self.recorded.states is not None
+        return self.subject.reads_tokens and (self.is_per_token or self.recorded.states is not None)
 
     def states(self, ids: Tensor) -> Tensor:
         """Return what the model computes for each token, (B, T, *): its output, or else its last hidden states."""
@@ -148,13 +171,10 @@ class Examination:
         length = self.ids.shape[1]
         return [r for r in self.recorded.attentions if r.weights.shape[-2:] == (length, length)]
 
-    def is_off(self, a: Tensor, b: Tensor, *, factor: float = 1.0) -> float:
+    def is_off(self, a: Tensor, b: Tensor) -> float:
         """Return the difference of two outputs that should be equal, or 0 if rounding explains it."""
         distance = difference(a, b)
-        return distance if self.is_above_rounding(distance, factor=factor) else 0.0
-
-    def is_above_rounding(self, distance: float, *, factor: float = 1.0) -> bool:
-        return distance > self.subject.tolerance * factor
+        return distance if distance > self.subject.tolerance else 0.0
 
 
 def pad(ids: Tensor, left: int, right: int, fill: int | None) -> tuple[Tensor, Tensor]:
@@ -273,7 +293,7 @@ REQUIREMENTS: dict[str, Requirement] = {
         is_declared=True,
     ),
     "window": Requirement(
-        lambda e: bool(e.subject.declared.window) or any(e.subject.declared.windows or ()),
+        lambda e: e.has_window,
         "no window is declared",
         "window=4",
         condition="a window",
@@ -313,7 +333,7 @@ REQUIREMENTS: dict[str, Requirement] = {
     ),
     "batch": Requirement(lambda e: e.extras.batch is not None, "there is no batch", BATCH),
     "optimizer": Requirement(
-        lambda e: (e.extras.optimizer is not None or e.extras.step is not None) and e.subject.module is not None,
+        lambda e: e.trains or (e.extras.optimizer is not None and e.subject.module is not None),
         "there is no optimizer",
         OPTIMIZER,
         " or step=f with the module",
@@ -326,16 +346,13 @@ REQUIREMENTS: dict[str, Requirement] = {
     ),
     "run": Requirement(lambda e: e.extras.history is not None, "there is no training run", RUN),
     "training": Requirement(
-        lambda e: (
-            ((e.extras.step is not None or e.extras.optimizer is not None) and e.subject.module is not None)
-            or e.extras.history is not None
-        ),
+        lambda e: REQUIREMENTS["optimizer"].is_met(e) or e.extras.history is not None,
         "there is neither a training step nor a run",
         STEP,
         ", where f() makes one training step of the module, or the folder of a run",
     ),
     "batch_or_step": Requirement(
-        lambda e: e.extras.batch is not None or (e.extras.step is not None and e.subject.module is not None),
+        lambda e: e.extras.batch is not None or e.trains,
         "there is neither a batch nor a training step",
         BATCH,
         ", or step=f with the module",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import EmbeddingConfig, Learned, ModelConfig, PatchConfig
 from monoblock.config.parts import SEQUENCE_HEADS
-from monoblock.doctor.subject import Declared, Subject, output_tensor, parameter_names, prime_length
+from monoblock.doctor.subject import Declared, Kind, Subject, output_tensor, parameter_names, prime_length
 from monoblock.errors import InputError
 from monoblock.model import Transformer
 from monoblock.nn.cache import Cache
@@ -37,7 +38,8 @@ class OwnSubject(Subject):
         config = model.config
         self.module = self.model = model
         self.name = f"{config.family} Transformer"
-        self.kind = _kind(config)
+        kinds: dict[str, Kind] = {"decoder-only": "causal", "encoder-only": "bidirectional", "vision": "vision"}
+        self.kind = kinds.get(config.family, "encoder-decoder")
         self.pad_id = pad_id
         self.declared = declare(config)
         reader = config.target or config.input if self.kind == "encoder-decoder" else config.input
@@ -46,11 +48,15 @@ class OwnSubject(Subject):
         elif self.kind != "vision":
             raise InputError("the doctor reads tokens or pictures; a model of audio is not examined yet")
         limits = [n for n in (config.context, length, 13 if self.is_large else None) if n is not None]
-        self.length = prime_length(min(limits, default=None), _sizes(config))
-        self.has_cache = config.decoder is not None and not _is_prefix(config)
+        blocks = [block for stack in config.stacks.values() for block in stack.layers()]
+        sizes = [(b.attention.key_size(config.width), b.attention.heads, b.feedforward.hidden) for b in blocks]
+        self.length = prime_length(min(limits, default=None), (config.width, *chain(*sizes)))
+        decoder = [] if config.decoder is None else config.decoder.layers()
+        self.takes_prefix = any(block.attention.mask == "prefix" for block in decoder)
+        self.has_cache = config.decoder is not None and not self.takes_prefix
         self.masks_cache = True
-        self.takes_documents = self.kind in ("causal", "bidirectional") and not _is_pooled(config)
-        self.takes_prefix = _is_prefix(config)
+        is_pooled = config.head is not None and config.head.kind in SEQUENCE_HEADS
+        self.takes_documents = self.kind in ("causal", "bidirectional") and not is_pooled
         if self.kind == "encoder-decoder":
             assert isinstance(config.input, EmbeddingConfig)
             generator = torch.Generator().manual_seed(7)
@@ -108,48 +114,22 @@ class OwnSubject(Subject):
         return logits, cache
 
 
-def _kind(config: ModelConfig) -> Any:
-    kinds = {"decoder-only": "causal", "encoder-only": "bidirectional"}
-    if not isinstance(config.input, EmbeddingConfig) and config.family == "encoder-only":
-        raise InputError("the doctor reads tokens or pictures; a model of audio is not examined yet")
-    return kinds.get(config.family, config.family)
-
-
-def _is_prefix(config: ModelConfig) -> bool:
-    return config.decoder is not None and any(b.attention.mask == "prefix" for b in config.decoder.layers())
-
-
-def _is_pooled(config: ModelConfig) -> bool:
-    return config.head is not None and config.head.kind in SEQUENCE_HEADS
-
-
-def _sizes(config: ModelConfig) -> tuple[int, ...]:
-    stacks = [stack for stack in (config.encoder, config.decoder) if stack is not None]
-    sizes = {config.width}
-    for stack in stacks:
-        for block in stack.layers():
-            sizes |= {block.attention.key_size(config.width), block.attention.heads, block.feedforward.hidden}
-    return tuple(sizes)
-
-
 def declare(config: ModelConfig) -> Declared:
     """Return what a configuration says that checks compare with."""
     stack = config.decoder or config.encoder
     assert stack is not None
     blocks = list(stack.layers())
-    every = [block for part in (config.encoder, config.decoder) if part is not None for block in part.layers()]
+    every = [block for part in config.stacks.values() for block in part.layers()]
     attentions = [a for block in every for a in (block.attention, block.cross) if a is not None]
-    reader = config.target or config.input
-    learned = isinstance(getattr(reader, "positions", None), Learned)
-    has_positions = getattr(reader, "positions", None) is not None or any(a.positions for a in attentions)
+    positions = getattr(config.target or config.input, "positions", None)
     plain_windows = not any(block.attention.sees_beyond_window for block in blocks)
     return Declared(
         windows=tuple(block.attention.window for block in blocks) if plain_windows else None,
         scales=tuple({a.scale if a.scale is not None else a.key_size(config.width) ** -0.5 for a in attentions}),
         tied=config.tie in ("output", "three_way"),
-        positions=None if has_positions else "none",
+        positions=None if positions is not None or any(a.positions for a in attentions) else "none",
         context=config.context,
-        table_offset=reader.positions.offset if learned else None,  # type: ignore[union-attr]
+        table_offset=positions.offset if isinstance(positions, Learned) else None,
         post_norm=any(block.norm_place == "post" for block in every),
         num_labels=None if config.head is None else config.head.classes,
         depth=len(blocks),
@@ -198,7 +178,7 @@ class TransformersSubject(Subject):
         limits = [n for n in (limit, length, 13 if self.is_large else None) if isinstance(n, int) and n > 0]
         sizes = {getattr(config, name, None) for name in ("hidden_size", "d_model", "head_dim", "intermediate_size")}
         self.length = prime_length(min(limits, default=None), tuple(s for s in sizes if isinstance(s, int)))
-        self.declared = _declare_transformers(model, limit)
+        self.declared = _declare_transformers(model, limit, padding_row)
         self.generation, self.unset_tokens = _generation(model)
         self.has_cache = self.kind == "causal" and "past_key_values" in self.parameters
         self.masks_cache = True
@@ -211,34 +191,31 @@ class TransformersSubject(Subject):
     def logits(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         return output_tensor(self._run(ids, mask, **options))
 
-    def _run(self, ids: Tensor, mask: Tensor | None, **options: Any) -> Any:
-        arguments: dict[str, Any] = {}
-        if "use_cache" in self.parameters:
-            arguments["use_cache"] = options.get("use_cache", False)
-        if "return_dict" in self.parameters:
-            arguments["return_dict"] = True
-        if self.kind == "encoder-decoder":
-            source = options.get("source")
-            assert self.source is not None
+    def _run(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        *,
+        source: Tensor | None = None,
+        source_mask: Tensor | None = None,
+        past: Any = None,
+        use_cache: bool = False,
+    ) -> Any:
+        arguments: dict[str, Any] = {"use_cache": use_cache, "return_dict": True}
+        arguments = {name: value for name, value in arguments.items() if name in self.parameters}
+        if past is not None:
+            arguments["past_key_values"] = past
+        if self.source is not None:
             source = self.source[:1].expand(ids.shape[0], -1) if source is None else source
-            source_mask = options.get("source_mask")
-            arguments |= {
-                "attention_mask": torch.ones_like(source) if source_mask is None else source_mask.long(),
-                "decoder_input_ids": ids,
-            }
-            if mask is not None and "past" not in options:
+            arguments["attention_mask"] = torch.ones_like(source) if source_mask is None else source_mask.long()
+            if mask is not None and not use_cache:
                 arguments["decoder_attention_mask"] = mask.long()
-            if options.get("past") is not None:
-                arguments["past_key_values"] = options["past"]
-            return self.model(input_ids=source, **arguments)
-        past = options.get("past")
+            return self.model(input_ids=source, decoder_input_ids=ids, **arguments)
         if mask is not None:
             arguments["attention_mask"] = mask.long()
             if "position_ids" in self.parameters and self.kind == "causal":
                 positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
                 arguments["position_ids"] = positions[:, -ids.shape[1] :]
-        if past is not None:
-            arguments["past_key_values"] = past
         return self.model(input_ids=ids, **arguments)
 
     def cached(
@@ -252,28 +229,24 @@ class TransformersSubject(Subject):
 UNSCALED_FAMILIES = ("t5", "mt5", "umt5", "gpt_neo", "longt5", "switch_transformers")
 
 
-def _kind_of_transformers(model: Any) -> Any:
+def _kind_of_transformers(model: Any) -> Kind:
+    """Return the kind that the class and the configuration of a model state, or else its attention modules."""
     config, name = model.config, type(model).__name__
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder" if "decoder_input_ids" in parameter_names(model) else "bidirectional"
     if getattr(config, "is_decoder", False):
         return "causal"
     if "MaskedLM" in name or config.model_type in ENCODERS.split() or name.endswith(("EncoderModel", "Encoder")):
         return "bidirectional"
-    return "bidirectional" if _says_bidirectional(model) else "causal"
-
-
-def _says_bidirectional(model: Any) -> bool:
-    """Return whether the configuration, or every attention module, says that tokens see later ones."""
-    text_config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    if getattr(text_config, "attn_type", None) == "bi" or getattr(text_config, "is_causal", None) is False:
-        return True  # XLNet; decoders that were made encoders
-    if getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
-        return True  # EmbeddingGemma
-    if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-        return False  # such a model is meant to be causal, whatever its modules say
+    if getattr(text, "attn_type", None) == "bi" or getattr(text, "is_causal", None) is False:
+        return "bidirectional"  # XLNet; decoders that were made encoders
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        return "bidirectional"  # EmbeddingGemma
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return "causal"  # such a model is meant to be causal, whatever its modules say
     said = [getattr(module, "is_causal", None) for module in model.modules()]
-    return False in said and True not in said
+    return "bidirectional" if False in said and True not in said else "causal"
 
 
 def _generation(model: Any) -> tuple[dict[str, Any] | None, dict[str, tuple[int, ...]]]:
@@ -301,15 +274,13 @@ def _padding_row(model: Any) -> int | None:
     return None
 
 
-def _declare_transformers(model: Any, limit: int | None) -> Declared:
+def _declare_transformers(model: Any, limit: int | None, padding_row: int | None) -> Declared:
     config = model.config
     return Declared(
-        windows=None,
         scales=_scales(model),
         tied=bool(getattr(config, "tie_word_embeddings", False)) if model.get_output_embeddings() is not None else None,
-        positions=None,
         context=limit,
-        table_offset=None if (row := _padding_row(model)) is None else row + 1,
+        table_offset=None if padding_row is None else padding_row + 1,
         num_labels=getattr(config, "num_labels", None) if "Classification" in type(model).__name__ else None,
         depth=getattr(config, "num_hidden_layers", None),
     )
@@ -317,21 +288,19 @@ def _declare_transformers(model: Any, limit: int | None) -> Declared:
 
 def _scales(model: Any) -> tuple[float, ...] | None:
     """Return the factors on the scores that the attention modules of a model state; None if they state none."""
-    found: set[float] = set()
-    for module in model.modules():
+    found, config = set[float](), model.config
+    for module in (part for part in model.modules() if "ttention" in type(part).__name__):
         for name in ("scaling", "scale", "softmax_scale", "inv_norm_factor", "scale_attn"):
             value = getattr(module, name, None)
-            if isinstance(value, float) and hasattr(module, "forward") and "ttention" in type(module).__name__:
+            if isinstance(value, float):
                 found |= {value, 1 / value} if name == "scale_attn" else {value}
-    if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False):
         return None
     # A factor of 1 is none: it is believed only if the configuration says so.
     found = {value for value in found if not math.isclose(value, 1.0, rel_tol=0.01)}
-    return tuple(found | ({1.0} if _is_unscaled(model.config) else set())) or None
-
-
-def _is_unscaled(config: Any) -> bool:
-    """Return whether a configuration says that the scores have no factor."""
-    if getattr(config, "model_type", "") in UNSCALED_FAMILIES or getattr(config, "scale_attn_weights", True) is False:
-        return True
-    return any(getattr(config, name, None) == 1 for name in ("attention_multiplier", "query_pre_attn_scalar"))
+    is_unscaled = (
+        getattr(config, "model_type", "") in UNSCALED_FAMILIES
+        or getattr(config, "scale_attn_weights", True) is False
+        or any(getattr(config, name, None) == 1 for name in ("attention_multiplier", "query_pre_attn_scalar"))
+    )
+    return tuple(found | ({1.0} if is_unscaled else set())) or None

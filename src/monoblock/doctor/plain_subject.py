@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,6 @@ from monoblock.doctor.subject import (
     Kind,
     Subject,
     difference,
-    find_attribute,
     hooks,
     output_tensor,
     parameter_names,
@@ -122,16 +122,15 @@ class PlainSubject(Subject):
     # -- finding out how it is called -------------------------------------------------------------------------------
 
     def _find_source(self, options: PlainOptions) -> None:
-        required = [
-            p
+        required = {
+            p.name
             for p in self.parameters.values()
             if p.default is inspect.Parameter.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
+        }
         named_masks = {*MASK_NAMES, options.mask_argument}
-        self.requires_mask = any(p.name in named_masks for p in required)
-        self.requires_positions = any(p.name in POSITION_NAMES for p in required)
+        self.requires_mask, self.requires_positions = bool(required & named_masks), bool(required & {*POSITION_NAMES})
         self.positions_argument = next((name for name in POSITION_NAMES if name in self.parameters), None)
-        others = [p for p in required if p.name not in named_masks and p.name not in POSITION_NAMES]
+        others = required - named_masks - {*POSITION_NAMES}
         kinds = (options.kind, getattr(getattr(self.module, "config", None), "family", None))
         self.reads_source = options.source is not None or len(others) == 2 or "encoder-decoder" in kinds
 
@@ -141,9 +140,8 @@ class PlainSubject(Subject):
         self.kind = "encoder-decoder"
         source = options.source
         self.source = super().probe(length=17, seed=7) if source is None else source[:, :17].to(self.device)
-        given = self.source_mask_argument
-        found = [name for name in SOURCE_MASK_NAMES if name in self.parameters]
-        self.source_mask_argument = given if given is not None else (found[0] if found else None)
+        if self.source_mask_argument is None:
+            self.source_mask_argument = next((name for name in SOURCE_MASK_NAMES if name in self.parameters), None)
         self.takes_source_mask = self.source_mask_argument is not None or self.pad_id is not None
 
     def _find_vocab(self, length: int | None) -> int:
@@ -175,15 +173,12 @@ class PlainSubject(Subject):
         context = find_attribute((self.module, getattr(self.module, "config", None)), CONTEXT_NAMES, int)
         return context if context is None or 0 < context <= LONG else None
 
-    def _lengths_to_try(self, length: int | None) -> Iterator[int]:
-        limit = self._limit(length)
-        for most in (None, 13, 7):
-            yield prime_length(min((n for n in (limit, most) if n), default=None), self._sizes())
-        yield from usual_lengths(limit)
-
     def _find_length(self, length: int | None) -> int:
-        problem: Exception | None = None
-        for size in self._lengths_to_try(length):
+        """Find a length that the model can be called with: a prime one that is no size of a weight, if it can be."""
+        limit, problem = self._limit(length), None
+        sizes = tuple({size for weight in self.weights for size in weight.shape})
+        primes = (prime_length(min((n for n in (limit, most) if n), default=None), sizes) for most in (None, 13, 7))
+        for size in chain(primes, usual_lengths(limit)):
             try:
                 self.logits(super().probe(rows=2, length=size))
                 return size
@@ -194,41 +189,29 @@ class PlainSubject(Subject):
             "vocab= and length=, or wrap it in a function of ids"
         ) from problem
 
-    def _sizes(self) -> tuple[int, ...]:
-        if self.module is None:
-            return ()
-        return tuple({size for p in self.module.parameters() for size in p.shape})
-
     def _read_output(self, kind: Kind | None) -> None:
+        """Find the order of the axes, and whether the model gives an output for each token, and so its kind."""
         output = self.logits(super().probe(rows=2))
         self.layout = find_layout(output, self.length, self.vocab)
         output = to_rows(output, self.layout, 2)
         if output.dim() == 3 and output.shape[:2] == (2, 1) and output.shape[-1] >= self.vocab:
-            output = self._with_targets(output)
+            # Given targets, such a model may give the logits of every token.
+            self.target_argument = next((name for name in TARGET_NAMES if name in self.parameters), None)
+            full = output
+            with suppress(Exception):
+                full = self.logits(super().probe(rows=2))
+            if full.dim() >= 3 and full.shape[:2] == (2, self.length):
+                output = full
+            else:
+                self.target_argument = None
         self.per_token = output.dim() >= 3 and output.shape[:2] == (2, self.length)
         is_last_only = output.dim() == 3 and output.shape[1] == 1  # logits of the last token, as in generation
+        self.kind_is_presumed = kind is None
         if kind is not None:
             self.kind = kind
         elif self.kind != "encoder-decoder":
-            self.kind = (
-                "causal" if (self.per_token or is_last_only) and output.shape[-1] >= self.vocab else "bidirectional"
-            )
-        self.kind_is_presumed = kind is None
-
-    def _with_targets(self, output: Tensor) -> Tensor:
-        """Pass targets if the model then gives the logits of every token; return the output."""
-        name = next((name for name in TARGET_NAMES if name in self.parameters), None)
-        if name is None:
-            return output
-        self.target_argument = name
-        try:
-            full = self.logits(super().probe(rows=2))
-        except Exception:
-            full = output
-        if full.dim() >= 3 and full.shape[:2] == (2, self.length):
-            return full
-        self.target_argument = None
-        return output
+            is_causal = (self.per_token or is_last_only) and output.shape[-1] >= self.vocab
+            self.kind = "causal" if is_causal else "bidirectional"
 
     def _find_mask(self) -> None:
         """Find the argument for a mask, and whether it is true for tokens or for padding."""
@@ -295,16 +278,14 @@ class PlainSubject(Subject):
         return loss
 
     def _declare(self, options: PlainOptions) -> Declared:
-        config = getattr(self.module, "config", None)
-        owners = (self.module, config)
-        window = options.window if options.window is not None else find_attribute(owners, WINDOW_NAMES, int)
-        if window is None and self.module is not None:
-            window = find_attribute(tuple(self.module.modules()), WINDOW_NAMES, int)
+        owners = (self.module, getattr(self.module, "config", None))
+        parts = () if self.module is None else (*self.module.modules(),)
+        window = find_attribute((*owners, *parts), WINDOW_NAMES, int) if options.window is None else options.window
         return Declared(
             window=window,
-            tied=options.tied if options.tied is not None else find_attribute(owners, TIE_NAMES, bool),
+            tied=find_attribute(owners, TIE_NAMES, bool) if options.tied is None else options.tied,
             dropout=find_attribute(owners, DROPOUT_NAMES, float),
-            context=options.length if options.length is not None else find_attribute(owners, CONTEXT_NAMES, int),
+            context=find_attribute(owners, CONTEXT_NAMES, int) if options.length is None else options.length,
         )
 
     # -- calls ------------------------------------------------------------------------------------------------------
@@ -320,24 +301,24 @@ class PlainSubject(Subject):
             arguments[self.positions_argument] = counted.clamp(min=0)
         if mask is not None and self.pad_id is not None:
             ids = ids.masked_fill(~mask.bool(), self.pad_id)
-        for name, value in (
-            (self.documents_argument, options.get("documents")),
-            (self.prefix_argument, options.get("prefix")),
-            (self.target_argument, ids),
-        ):
-            if name is not None and value is not None:
-                arguments[name] = value
-        if not self.reads_source:
-            return to_rows(output_tensor(self.function(ids, **arguments)), self.layout, len(ids))
-        source, source_mask = options.get("source"), options.get("source_mask")
-        assert self.source is not None
-        source = self.source[:1].expand(ids.shape[0], -1) if source is None else source
-        if source_mask is not None and self.pad_id is not None:
-            source = source.masked_fill(~source_mask.bool(), self.pad_id)
-        if source_mask is not None and self.source_mask_argument is not None:
-            is_padding = "pad" in self.source_mask_argument
-            arguments[self.source_mask_argument] = ~source_mask.bool() if is_padding else source_mask.bool()
-        return to_rows(output_tensor(self.function(source, ids, **arguments)), self.layout, len(ids))
+        named = {
+            self.documents_argument: options.get("documents"),
+            self.prefix_argument: options.get("prefix"),
+            self.target_argument: ids,
+        }
+        arguments |= {name: value for name, value in named.items() if name is not None and value is not None}
+        inputs: tuple[Tensor, ...] = (ids,)
+        if self.reads_source:
+            source, source_mask = options.get("source"), options.get("source_mask")
+            assert self.source is not None
+            source = self.source[:1].expand(ids.shape[0], -1) if source is None else source
+            if source_mask is not None and self.pad_id is not None:
+                source = source.masked_fill(~source_mask.bool(), self.pad_id)
+            if source_mask is not None and self.source_mask_argument is not None:
+                is_padding = "pad" in self.source_mask_argument
+                arguments[self.source_mask_argument] = ~source_mask.bool() if is_padding else source_mask.bool()
+            inputs = (source, ids)
+        return to_rows(output_tensor(self.function(*inputs, **arguments)), self.layout, len(ids))
 
     def cached(
         self, ids: Tensor, state: Any, mask: Tensor | None = None, *, recorded: bool = False
@@ -377,3 +358,13 @@ def to_rows(output: Tensor, layout: Layout, rows: int) -> Tensor:
     if layout == "rows first" or output.dim() != 3:
         return output
     return output.transpose(0, 1) if layout == "time first" else output.transpose(1, 2)
+
+
+def find_attribute(owners: tuple[object, ...], names: tuple[str, ...], kind: type) -> Any:
+    """Return the first attribute with one of these names and this type."""
+    for owner in owners:
+        for name in names:
+            value = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
+            if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+                return value
+    return None

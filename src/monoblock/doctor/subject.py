@@ -65,9 +65,7 @@ class Subject:
     positions_argument: str | None = None  # the argument that takes the position of each token
     generation: Mapping[str, Any] | None = None  # the default decoding options that the model holds
     own_loss: Callable[[Tensor, Tensor], Tensor] | None = None  # that its forward computes, of logits and labels
-    unset_tokens: Mapping[str, tuple[int, ...]] = MappingProxyType(
-        {}
-    )  # token ids in it that are only defaults of the configuration class
+    unset_tokens: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of them, ids that are only defaults
     inverted_mask: float | None = None  # the change under a mask without padding, if the mask is inverted
 
     def __init__(self) -> None:
@@ -105,21 +103,20 @@ class Subject:
         return TOLERANCE.get(self.dtype, 5e-5)
 
     @property
+    def weights(self) -> list[nn.Parameter]:
+        return [] if self.module is None else list(self.module.parameters())
+
+    @property
     def dtype(self) -> torch.dtype:
-        if self.module is not None:
-            for parameter in self.module.parameters():
-                if parameter.is_floating_point():
-                    return parameter.dtype
-        return torch.float32
+        return next((weight.dtype for weight in self.weights if weight.is_floating_point()), torch.float32)
 
     @property
     def device(self) -> torch.device:
-        parameter = next(iter(self.module.parameters()), None) if self.module is not None else None
-        return torch.device("cpu") if parameter is None else parameter.device
+        return next((weight.device for weight in self.weights), torch.device("cpu"))
 
     @property
     def is_large(self) -> bool:
-        return self.module is not None and sum(p.numel() for p in self.module.parameters()) > LARGE
+        return sum(weight.numel() for weight in self.weights) > LARGE
 
     def long_lengths(self, lookups: list[TableLookup]) -> list[int]:
         """Return lengths to try for a long text, best first: the context, or less where it would take long."""
@@ -141,19 +138,22 @@ class Subject:
     def reads_tokens(self) -> bool:
         return self.kind != "vision"
 
+    @property
+    def first_id(self) -> int:
+        """The first id of probes; those before it are often special tokens."""
+        return 5 if self.vocab > 20 else 1 if self.vocab > 2 else 0
+
     def probe(self, rows: int = ROWS, length: int | None = None, seed: int = 0) -> Tensor:
         """Return random token ids (rows, length) without padding and special tokens."""
-        length = self.length if length is None else length
-        low = 5 if self.vocab > 20 else 1 if self.vocab > 2 else 0
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(low, self.vocab, (rows, length), generator=generator)
+        length, low = self.length if length is None else length, self.first_id
+        ids = torch.randint(low, self.vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
         if self.pad_id is not None and self.vocab > 2:
             ids[ids == self.pad_id] = low if low != self.pad_id else low + 1
         return ids.to(self.device)
 
     def other_tokens(self, ids: Tensor) -> Tensor:
         """Return ids that differ from these at every position."""
-        low = 5 if self.vocab > 20 else 1 if self.vocab > 2 else 0
+        low = self.first_id
         span = self.vocab - low
         changed = low + (ids - low + max(1, span // 2)) % span
         if self.pad_id is not None:
@@ -211,25 +211,17 @@ def usual_lengths(limit: int | None) -> list[int]:
 
 def output_tensor(output: Any) -> Tensor:
     """Return the logits in the output of a model."""
-    for name in ("logits", "last_hidden_state", "prediction_logits"):
-        value = getattr(output, name, None)
+    read = output.get if isinstance(output, dict) else lambda name: getattr(output, name, None)
+    found = [read(name) for name in ("logits", "last_hidden_state", "prediction_logits")]
+    ends = [read(name) for name in ("start_logits", "end_logits")]
+    if all(isinstance(value, Tensor) for value in ends):
+        found.append(torch.stack(ends, -1))  # type: ignore[arg-type]
+    found += [read("pooler_output"), output, read("output")]
+    if isinstance(output, list | tuple):
+        found += [value for value in output if isinstance(value, Tensor) and value.dim() >= 2]
+    for value in found:
         if isinstance(value, Tensor):
             return value
-    ends = [getattr(output, name, None) for name in ("start_logits", "end_logits")]
-    if all(isinstance(value, Tensor) for value in ends):
-        return torch.stack(ends, -1)  # type: ignore[arg-type]
-    if isinstance(pooled := getattr(output, "pooler_output", None), Tensor):
-        return pooled
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, dict):
-        for name in ("logits", "output"):
-            if isinstance(output.get(name), Tensor):
-                return output[name]
-    if isinstance(output, list | tuple):
-        tensors = [value for value in output if isinstance(value, Tensor) and value.dim() >= 2]
-        if tensors:
-            return tensors[0]
     raise InputError(
         f"the model returned {type(output).__name__}; return logits, a tensor of shape (batch, length, vocabulary), or "
         "an object with .logits"
@@ -243,15 +235,3 @@ def parameter_names(function: Any) -> dict[str, inspect.Parameter]:
         return dict(inspect.signature(target).parameters)
     except (TypeError, ValueError):
         return {}
-
-
-def find_attribute(owners: tuple[object, ...], names: tuple[str, ...], kind: type) -> Any:
-    """Return the first attribute with one of these names and this type."""
-    for owner in owners:
-        for name in names:
-            value = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
-            if kind is bool and isinstance(value, bool):
-                return value
-            if kind is not bool and isinstance(value, kind) and not isinstance(value, bool):
-                return value
-    return None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 
 import torch
-from torch import Tensor
 
 from monoblock.doctor.checks.causality import find_leak
 from monoblock.doctor.examination import Examination, check, fail, finding, warn
@@ -57,7 +57,9 @@ def _name_divisor(exam: Examination, record: AttentionRecord) -> str | None:
     """Return which size the scores are divided by instead of sqrt(head size); None if it is unknown."""
     if not record.scale:
         return None
-    widths, divisor = _widths(exam, record), 1 / record.scale
+    heads = record.query.shape[0] // 2  # the recorded pass has two rows
+    widths = {heads * record.size} | {width for _, width in exam.recorded.token_tables}
+    widths, divisor = {width for width in widths if width > record.size}, 1 / record.scale
     twice = ", or by its square root twice: scaled_dot_product_attention divides by it, too" if record.is_fused else ""
     known = {
         "sqrt(width) instead of sqrt(head size)": [width**0.5 for width in widths],
@@ -73,13 +75,6 @@ def _is_cosine(record: AttentionRecord) -> bool:
     lengths = [t.float().norm(dim=-1) for t in (record.query, record.key)]
     are_equal = all(float(length.max() - length.min()) < 1e-2 * float(length.max()) for length in lengths)
     return are_equal and any(abs(float(length.mean()) - 1) < 1e-2 for length in lengths)
-
-
-def _widths(exam: Examination, record: AttentionRecord) -> set[int]:
-    """Return the widths that this model may have, above the head size: all heads together, and its embeddings."""
-    heads = record.query.shape[0] // 2  # the recorded pass has two rows
-    widths = {heads * record.size} | {width for _, width in exam.recorded.token_tables}
-    return {width for width in widths if width > record.size}
 
 
 @check(
@@ -170,47 +165,29 @@ def check_softmax_precision(exam: Examination) -> Finding | None:
 def check_heads(exam: Examination) -> Finding | None:
     """Look for heads that compute the same as another, and for heads that compute nothing."""
     for layer, record in enumerate(exam.recorded.attentions):
-        heads = _by_head(record)
-        if heads is None or heads[0].shape[1] < 2:
+        used, value = record.used_weights, record.value
+        if value is None or used is None or record.query.shape[0] % 2 or used.shape[-1] != value.shape[-2]:
             continue
-        q, k, out = heads
-        size = out.square().sum((0, 2, 3)).sqrt()
-        largest = float(size.max())
-        dead = [h for h in range(len(size)) if float(size[h]) <= 1e-6 * largest]
-        if largest == 0 or dead:
-            return _heads_finding("dead", dead or list(range(len(size))), layer, len(size))
-        for a in range(len(size)):
-            for b in range(a + 1, len(size)):
-                if all(_is_equal(t[:, a], t[:, b]) for t in (q, k, out)):
-                    return _heads_finding("duplicate", [a, b], layer, len(size))
+        out = used.float() @ value.float()  # of a pass over two rows
+        q, k, out = (t.float().unflatten(0, (2, -1)) for t in (record.query, record.key, out))  # (B, H, T, *)
+        count, size = q.shape[1], out.square().sum((0, 2, 3)).sqrt()
+        if count < 2:
+            continue
+        fix = (
+            "initialize each head with its own random numbers, and check that slices of the projections do not "
+            "overlap; heads that stay useless can be pruned"
+        )
+        if dead := [h for h in range(count) if float(size[h]) <= 1e-6 * float(size.max())]:
+            evidence = {"dead_heads": len(dead), "heads": count, "layer": layer}
+            return warn(evidence, f"heads {dead} of layer {layer} add nothing: their output is zero", fix)
+        for a, b in combinations(range(count), 2):
+            if all(float((t[:, a] - t[:, b]).norm()) <= 1e-4 * float(t[:, b].norm()) for t in (q, k, out)):
+                return warn(
+                    {"duplicate_heads": 2, "heads": count, "layer": layer},
+                    f"heads {[a, b]} of layer {layer} have equal queries, keys and values, so one of them is wasted",
+                    fix,
+                )
     return None
-
-
-def _by_head(record: AttentionRecord) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return queries, keys and outputs (B, H, T, *) of a pass over two rows."""
-    if record.value is None or record.used_weights is None or record.query.shape[0] % 2:
-        return None
-    if record.used_weights.shape[-1] != record.value.shape[-2]:
-        return None
-    out = record.used_weights.float() @ record.value.float()
-    return tuple(t.float().unflatten(0, (2, -1)) for t in (record.query, record.key, out))
-
-
-def _is_equal(a: Tensor, b: Tensor) -> bool:
-    return float((a - b).norm()) <= 1e-4 * float(b.norm())
-
-
-def _heads_finding(kind: str, heads: list[int], layer: int, count: int) -> Finding:
-    reason = {
-        "dead": f"heads {heads} of layer {layer} add nothing: their output is zero",
-        "duplicate": f"heads {heads} of layer {layer} have equal queries, keys and values, so one of them is wasted",
-    }[kind]
-    return warn(
-        {f"{kind}_heads": len(heads) if kind == "dead" else 2, "heads": count, "layer": layer},
-        reason,
-        "initialize each head with its own random numbers, and check that slices of the projections do not overlap; "
-        "heads that stay useless can be pruned",
-    )
 
 
 @check("attention does not collapse to single keys", "attention", group="training")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from monoblock.doctor.examination import Examination, check, fail, pad
-from monoblock.doctor.recorder import AttentionRecord, Recorder
+from monoblock.doctor.recorder import Recorder
 from monoblock.doctor.report import Finding
 from monoblock.doctor.subject import difference
 
@@ -35,8 +33,7 @@ def check_cache(exam: Examination) -> Finding | None:
 def _run_cached(exam: Examination, ids: Tensor, size: int, mask: Tensor | None = None) -> Tensor:
     """Read the first tokens at once and the others in chunks; return the outputs of all."""
     parts, state, done = [], None, 0
-    has_window = exam.subject.declared.window or any(exam.subject.declared.windows or ())
-    first = LEFT + 2 if has_window else ids.shape[1] - 5  # a window must be left behind
+    first = LEFT + 2 if exam.has_window else ids.shape[1] - 5  # a window must be left behind
     with exam.subject.evaluating():
         while done < ids.shape[1]:
             count = min(first if done == 0 else size, ids.shape[1] - done)
@@ -100,21 +97,18 @@ def _compare_first_layer(exam: Examination) -> tuple[str, str] | None:
     """Compare the queries and keys of the first attention in a cached step with those of the full pass."""
     ids, state = exam.ids[:1], None
     n = ids.shape[1] - 4
-    full = _first(exam.record(ids[:, : n + 1].clone()), exam)
+    full = next(iter(exam.record(ids[:, : n + 1].clone()).attentions), None)
     step_recorder, new = Recorder(), ids[:, n : n + 1].clone()
     with exam.subject.evaluating():
-        output: Any = None
         for start, end in ((0, n - 1), (n - 1, n)):
-            output, state = exam.subject.cached(ids[:, start:end], state, None)
+            _, state = exam.subject.cached(ids[:, start:end], state, None)
         with step_recorder.recording(new):
-            output, state = exam.subject.cached(new, state, None, recorded=True)
-    del output
-    step = _first(step_recorder, exam)
+            _, state = exam.subject.cached(new, state, None, recorded=True)
+    step = next(iter(step_recorder.attentions), None)
     if full is None or step is None or step.key.shape[0] != full.key.shape[0]:
         return None
     seen = step.key.shape[-2]
-    has_window = exam.subject.declared.window or any(exam.subject.declared.windows or ())
-    if seen != n + 1 and not has_window:
+    if seen != n + 1 and not exam.has_window:
         return (
             f"a new token sees {seen} keys where it should see {n + 1}: the cache forgets or repeats tokens",
             "append the new keys and values to all earlier ones: k = torch.cat((cached_k, k), dim=-2)",
@@ -141,7 +135,3 @@ def _compare_first_layer(exam: Examination) -> tuple[str, str] | None:
             "give the step position_ids = cache_length, which starts at the length of the prompt",
         )
     return None
-
-
-def _first(recorder: Recorder, exam: Examination) -> AttentionRecord | None:
-    return recorder.attentions[0] if recorder.attentions else None

@@ -18,7 +18,6 @@ Run = Callable[[Tensor], Tensor]
 
 
 SEEN = 1e-7  # weights on later keys below this are rounding: exp(-16)
-CONSEQUENCE = "In training the model can copy the answer; in generation there is nothing to copy"
 HIDDEN = "torch.triu(torch.ones(T, T, dtype=torch.bool), diagonal=1)"  # true for the keys after each query
 MASK_FIX = (
     f"hide the keys after each query in every layer, before the softmax: scores = scores.masked_fill({HIDDEN}, "
@@ -157,7 +156,8 @@ def check_causality(exam: Examination) -> Finding | None:
     unless = ". If the model is meant to read in both directions, pass kind='bidirectional'" if presumed else ""
     return fail(
         {"max_difference": worst, "at_position": place, "tokens_ahead": reach, "length": T},
-        f"a token sees {ahead} (counted over all layers): {cause}. {CONSEQUENCE}{unless}",
+        f"a token sees {ahead} (counted over all layers): {cause}. In training the model can copy the answer; in "
+        f"generation there is nothing to copy{unless}",
         fix,
     )
 
@@ -325,19 +325,14 @@ def _value_of_mask(record: AttentionRecord, later: Tensor) -> tuple[float | None
     if record.scale is None:
         return None, False
     products = record.query.float() @ record.key.float().mT
-    slope, offset = _line(products[:, ~later], scores[:, ~later])
-    added = scores - slope * products - offset
+    # The line through the other scores has the factor on them as its slope, and a number added to all as its offset.
+    x, y = products[:, ~later], scores[:, ~later]
+    slope = float(((x - x.mean()) * y).sum() / (x - x.mean()).square().sum().clamp(min=1e-30))
+    added = scores - slope * products - (float(y.mean()) - slope * float(x.mean()))
     constant = float(added[:, later].mean())
     is_constant = float((added[:, later] - constant).abs().max()) < 1e-3 * max(1.0, abs(constant))
     is_added = is_constant and abs(constant) > 0.1 and float(added[:, ~later].abs().max()) < 1e-3
     return constant if is_added else None, is_added
-
-
-def _line(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Return slope and offset of the line through points: the factor on scores, and a number added to all of them."""
-    centered = x - x.mean()
-    slope = float((centered * y).sum() / centered.square().sum().clamp(min=1e-30))
-    return slope, float(y.mean()) - slope * float(x.mean())
 
 
 def _heads_not_transposed(exam: Examination) -> tuple[str, str] | None:

@@ -207,14 +207,14 @@ def _check_more_padding(exam: Examination) -> Finding | None:
 def check_initial_loss(exam: Examination) -> Finding | None:
     """Compare the first loss with that of a guess without knowledge."""
     history = exam.extras.history
+    fix = "initialize embeddings and the output with a standard deviation of about 0.02, and check what labels are"
     if history is not None and history.steps and history.starts_fresh and history.uniform_loss:
         first, uniform = float(history.steps[0]["loss"]), history.uniform_loss
         if int(history.steps[0].get("step", 1)) > 5:
             return None
         if first < 0.5 * uniform:
-            return _initial(
-                first, uniform, "much lower than a guess: the model sees the answer, or the labels are trivial"
-            )
+            what = "much lower than a guess: the model sees the answer, or the labels are trivial"
+            return fail({"loss": first, "uniform_guess": uniform}, f"the loss at the start is {first:.2f}, {what}", fix)
     elif exam.extras.batch is not None:
         ids, labels = exam.batch
         uniform = math.log(exam.output.shape[-1])
@@ -237,17 +237,8 @@ def check_initial_loss(exam: Examination) -> Finding | None:
             f"the loss is a sum over {tokens} tokens, not their mean: it and its gradient grow with the batch",
             "write F.cross_entropy(…, reduction='mean'), or divide by the number of tokens that are not padding",
         )
-    return _initial(
-        first, uniform, "much higher than a guess: the logits are too large at the start, or the labels wrong"
-    )
-
-
-def _initial(first: float, uniform: float, reason: str) -> Finding:
-    return fail(
-        {"loss": first, "uniform_guess": uniform},
-        f"the loss at the start is {first:.2f}, {reason}",
-        "initialize embeddings and the output with a standard deviation of about 0.02, and check what labels are",
-    )
+    what = "much higher than a guess: the logits are too large at the start, or the labels wrong"
+    return fail({"loss": first, "uniform_guess": uniform}, f"the loss at the start is {first:.2f}, {what}", fix)
 
 
 def _check_low_loss(exam: Examination, labels: Tensor, first: float) -> Finding | None:
@@ -293,7 +284,10 @@ def check_overfit(exam: Examination) -> Finding | None:
         return None
     if (twice := _check_softmax_twice(exam, labels)) is not None:
         return twice
-    losses, frequencies, first, best = list[float](), _entropy(labels), 0.0, 0.0
+    counts = torch.unique(labels[labels != IGNORED], return_counts=True)[1].double()
+    shares = counts / counts.sum()
+    frequencies = float(-(shares * shares.log()).sum())  # the cross-entropy of a guess by the frequencies of labels
+    losses, first, best = list[float](), 0.0, 0.0
     with restoring(module), exam.subject.evaluating(), torch.enable_grad():
         optimizer = torch.optim.Adam(parameters, lr=3e-3)
         while len(losses) < MAX_OVERFIT_STEPS:
@@ -332,9 +326,8 @@ def _check_softmax_twice(exam: Examination, labels: Tensor) -> Finding | None:
     outputs, function = exam.output.shape[-1], loss_function(exam)
     perfect = F.one_hot(labels.clamp(min=0), outputs).float()
     is_output = are_probabilities(exam.output)
-    has_head = (
-        exam.extras.loss is None and exam.subject.own_loss is not None
-    )  # what the head gives, the model goes on with
+    # The loss of a forward pass is computed from what its head gives, which comes before the softmax.
+    has_head = exam.extras.loss is None and exam.subject.own_loss is not None
     scales = (1.0,) if is_output and not has_head else (30.0, 60.0)
     try:
         blind = float(function(torch.full_like(perfect, 1 / outputs), labels))
@@ -353,13 +346,6 @@ def _check_softmax_twice(exam: Examination, labels: Tensor) -> Finding | None:
         "applies the softmax itself",
         "softmax before the cross-entropy",
     )
-
-
-def _entropy(labels: Tensor) -> float:
-    """Return the cross-entropy of a guess by the frequencies of the labels."""
-    counts = torch.unique(labels[labels != IGNORED], return_counts=True)[1].double()
-    shares = counts / counts.sum()
-    return float(-(shares * shares.log()).sum())
 
 
 IGNORED = -100

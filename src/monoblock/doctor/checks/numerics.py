@@ -124,7 +124,15 @@ def check_residual_growth(exam: Examination) -> Finding | None:
     """Compare the norm of the hidden states after the last block with that after the first."""
     if found := find_missing_norms(exam):
         return found
-    norms = _block_norms(exam)
+    norms: list[float] = []  # of the hidden states after each block
+
+    def hook(block: nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, Tensor) and hidden.dim() == 3:
+            norms.append(float(hidden.float().norm(dim=-1).mean()))
+
+    with hooks([block.register_forward_hook(hook) for block in find_blocks(exam.module)]):
+        exam.run(exam.ids[:1])
     if len(norms) < 2:
         return None
     exam.pictures["norm of the residual stream by layer"] = norms
@@ -141,34 +149,14 @@ def check_residual_growth(exam: Examination) -> Finding | None:
     )
 
 
-def _block_norms(exam: Examination) -> list[float]:
-    """Return the mean norm of the hidden states after each block."""
-    norms: list[float] = []
-
-    def hook(block: nn.Module, inputs: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if isinstance(hidden, Tensor) and hidden.dim() == 3:
-            norms.append(float(hidden.float().norm(dim=-1).mean()))
-
-    with hooks([block.register_forward_hook(hook) for block in find_blocks(exam.module)]):
-        exam.run(exam.ids[:1])
-    return norms
-
-
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model: the children of one module that have its most common class, at least two."""
-    best: list[nn.Module] = []
+    groups: list[list[nn.Module]] = [[]]
     for parent in module.modules():
         children = [child for child in parent.children() if list(child.children())]
-        for kind in {type(child) for child in children}:
-            same = [child for child in children if type(child) is kind]
-            if len(same) > 1 and _size(same) > _size(best):
-                best = same
-    return best
-
-
-def _size(modules: list[nn.Module]) -> int:
-    return sum(p.numel() for module in modules for p in module.parameters())
+        groups += ([child for child in children if type(child) is kind] for kind in {type(child) for child in children})
+    groups = [group for group in groups if len(group) != 1]
+    return max(groups, key=lambda group: sum(p.numel() for child in group for p in child.parameters()))
 
 
 @check(
@@ -198,7 +186,8 @@ def check_gradient_flow(exam: Examination) -> Finding | None:
         name: 0.0 if g is None else float(g.norm()) / max(float(p.detach().norm()), 1e-3)
         for (name, p), g in zip(parameters.items(), gradients, strict=True)
     }
-    by_block = [_block_size(block, module, sizes) for block in blocks]
+    of_weight = {id(p): sizes[name] for name, p in parameters.items()}
+    by_block = [max((of_weight[id(p)] for p in b.parameters() if id(p) in of_weight), default=1.0) for b in blocks]
     if by_block:
         exam.pictures["gradient norm by layer"] = by_block
     without = [index for index, size in enumerate(by_block) if size == 0.0]
@@ -278,8 +267,3 @@ def _is_cut_off(module: nn.Module, blocks: list[nn.Module], used: set[nn.Module]
     in_block = any(owner is part for block in blocks for part in block.modules())
     has_gradient = any(id(p) in reached for p in owner.parameters(recurse=False))
     return owner in used and not has_gradient and (in_block or isinstance(owner, nn.Embedding))
-
-
-def _block_size(block: nn.Module, module: nn.Module, sizes: dict[str, float]) -> float:
-    own = {id(p) for p in block.parameters()}
-    return max((sizes[name] for name, p in module.named_parameters() if id(p) in own and name in sizes), default=1.0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from monoblock.doctor.checks.loss import default_loss, loss_function, restoring
-from monoblock.doctor.examination import STEP, Examination, TrainingHistory, check, fail, warn
+from monoblock.doctor.examination import STEP, Examination, check, fail, warn
 from monoblock.doctor.report import Finding, NotChecked, Outcome
 from monoblock.doctor.subject import hooks
 
@@ -30,32 +30,28 @@ MIN_WEIGHT_SIZE = 0.025  # weights of Transformers have a root mean square of 0.
 @check("the optimizer holds the weights of the model", "optimizer", explains="overfit learning_rate", group="training")
 def check_optimizer(exam: Examination) -> Finding | None:
     """Compare the tensors of the optimizer with the weights of the model; given a step, observe its effect on them."""
-    module, optimizers = exam.subject.module, [o for o in (exam.extras.optimizer,) if o is not None]
-    assert module is not None
-    if not any(p.requires_grad for p in module.parameters()):
+    module, optimizers = exam.module, [o for o in (exam.extras.optimizer,) if o is not None]
+    own = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    if not own:
         return None  # gradient_flow says so
     step = None if exam.extras.step is None else _watch_step(exam.extras.step, module)
     optimizers = list(dict.fromkeys((*optimizers, *(step.updates if step is not None else ()))))
-    found = _compare_tensors(module, optimizers) if optimizers else None
-    return found if found is not None or step is None else _judge_step(step, optimizers)
-
-
-def _compare_tensors(module: nn.Module, optimizers: list[Optimizer]) -> Finding | None:
-    own = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     foreign, missing = held - {id(p) for p in module.parameters()}, [name for i, name in own.items() if i not in held]
-    if not foreign and not missing:
-        return None
-    reason = (
-        "the optimizer holds other tensors than the model: it was built before the model was replaced, copied or moved"
-        if foreign
-        else f"the optimizer does not hold {missing[0]}, so it never changes"
-    )
-    return fail(
-        {"weights_of_the_model": len(own), "held": len(held) - len(foreign), "foreign": len(foreign)},
-        reason,
-        "build the optimizer last: optimizer = AdamW(model.parameters()), after model.to(device), resizing and tying",
-    )
+    if optimizers and (foreign or missing):
+        reason = (
+            "the optimizer holds other tensors than the model: it was built before the model was replaced, copied or "
+            "moved"
+            if foreign
+            else f"the optimizer does not hold {missing[0]}, so it never changes"
+        )
+        return fail(
+            {"weights_of_the_model": len(own), "held": len(held) - len(foreign), "foreign": len(foreign)},
+            reason,
+            "build the optimizer last: optimizer = AdamW(model.parameters()), after model.to(device), resizing and "
+            "tying",
+        )
+    return None if step is None else _judge_step(step, optimizers)
 
 
 @dataclass
@@ -180,12 +176,22 @@ def check_learning_rate(exam: Examination) -> Outcome:
 
 
 def _check_first_update(exam: Examination, module: nn.Module) -> Outcome:
-    """Let a copy of the optimizer make one step on copies of the weights: it must not move them by their own size."""
+    """Let a copy of the optimizer make one step on copies of the weights: it must not move them by their own size.
+
+    The gradient is that of the batch, or of random labels, which has the usual size.
+    """
     optimizer = exam.extras.optimizer
     assert optimizer is not None
     weights = [p for p in module.parameters() if p.requires_grad]
     with exam.subject.evaluating(), torch.enable_grad():
-        gradients = torch.autograd.grad(_any_loss(exam), weights, allow_unused=True)
+        if exam.extras.batch is not None and not exam.extras.batch[1].is_floating_point():
+            ids, labels = exam.batch
+            loss = loss_function(exam)(exam.subject.logits(ids), labels)
+        else:
+            logits, generator = exam.subject.logits(exam.ids), torch.Generator().manual_seed(4)
+            labels = torch.randint(logits.shape[-1], logits.shape[:-1], generator=generator)
+            loss = default_loss(logits, labels.to(logits.device))
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     of_weight = {id(p): g for p, g in zip(weights, gradients, strict=True)}
     trial, changes = copy.deepcopy(optimizer), list[float]()
     held = [
@@ -206,18 +212,6 @@ def _check_first_update(exam: Examination, module: nn.Module) -> Outcome:
         return _rate_finding("too high", {**evidence, "change_of_weights_in_the_first_step": change, "usual": 0.01})
     how = f"pass {STEP}, where f() makes one training step of the module"
     return NotChecked("the first update is not too large, but no losses were seen", how, STEP)
-
-
-def _any_loss(exam: Examination) -> Tensor:
-    """Return the loss of the batch, or of random labels, for a gradient of the usual size."""
-    if exam.extras.batch is not None and not exam.extras.batch[1].is_floating_point():
-        ids, labels = exam.batch
-        return loss_function(exam)(exam.subject.logits(ids), labels)
-    logits = exam.subject.logits(exam.ids)
-    generator = torch.Generator().manual_seed(4)
-    return default_loss(
-        logits, torch.randint(logits.shape[-1], logits.shape[:-1], generator=generator).to(logits.device)
-    )
 
 
 def _number(value: Any) -> float | None:
@@ -268,39 +262,34 @@ def check_optimizer_settings(exam: Examination) -> Finding | None:
     """Compare beta2 and weight decay with values that train Transformers."""
     rows: list[tuple[Any, Any, Any]] = []
     if exam.extras.optimizer is not None:
-        for group in exam.extras.optimizer.param_groups:
-            rows.append((group.get("betas", (None, None))[1], group.get("weight_decay"), group.get("lr")))
-    elif exam.extras.history is not None:
-        rows.append((exam.extras.history.beta2, exam.extras.history.weight_decay, exam.extras.history.lr))
+        groups = exam.extras.optimizer.param_groups
+        rows = [(g.get("betas", (None, None))[1], g.get("weight_decay"), g.get("lr")) for g in groups]
+    elif (history := exam.extras.history) is not None:
+        rows = [(history.beta2, history.weight_decay, history.lr)]
     for beta2, decay, lr in rows:
         if isinstance(beta2, float) and not 0.9 <= beta2 <= 0.999:
             reason = f"beta2={beta2:g} is out of the usual: GPTs use 0.95, the paper 0.98, PyTorch 0.999"
             return warn({"beta2": beta2}, reason, "write betas=(0.9, 0.95)")
-        if isinstance(decay, float) and decay > MAX_WEIGHT_DECAY and _weight_size(decay, lr) < MIN_WEIGHT_SIZE:
-            reason = f"weight_decay={decay:g} is out of the usual 0 to {MAX_WEIGHT_DECAY}: it pulls the weights to zero"
-            evidence = {"weight_decay": decay, "size_of_a_weight": _weight_size(decay, lr)}
-            return warn(evidence, reason, "write weight_decay=0.1")
+        if isinstance(decay, float) and decay > MAX_WEIGHT_DECAY:
+            # The root mean square that AdamW's weights tend to.
+            size = math.sqrt(lr / (2 * decay)) if isinstance(lr, float) else 0.0
+            if size < MIN_WEIGHT_SIZE:
+                return warn(
+                    {"weight_decay": decay, "size_of_a_weight": size},
+                    f"weight_decay={decay:g} is out of the usual 0 to {MAX_WEIGHT_DECAY}: it pulls the weights to zero",
+                    "write weight_decay=0.1",
+                )
     return None
-
-
-def _weight_size(decay: float, lr: Any) -> float:
-    """Return the root mean square that AdamW's weights tend to, √(lr / (2 · weight decay)); 0 without a rate."""
-    return math.sqrt(lr / (2 * decay)) if isinstance(lr, float) else 0.0
 
 
 SPIKE = 10.0  # times the median of the gradient norms
 MAX_EPOCHS = 16.0  # more repetitions of the data teach little (Muennighoff et al. 2023)
 
 
-def _history(exam: Examination) -> TrainingHistory:
-    assert exam.extras.history is not None
-    return exam.extras.history
-
-
 @check("post-norm models warm up", "run", group="training")
 def check_warmup(exam: Examination) -> Finding | None:
     """Look for a post-norm model that starts at its full learning rate."""
-    history = _history(exam)
+    history = exam.history
     if not exam.subject.declared.post_norm or not history.starts_fresh or history.warmup >= 10:
         return None
     return warn(
@@ -314,7 +303,7 @@ def check_warmup(exam: Examination) -> Finding | None:
 @check("gradients with spikes are clipped", "run", group="training")
 def check_clipping(exam: Examination) -> Finding | None:
     """Look for spikes of the gradient norm in a run without clipping."""
-    history = _history(exam)
+    history = exam.history
     norms = [float(row["grad_norm"]) for row in history.steps if row.get("grad_norm") is not None]
     if history.clip or len(norms) < 10:
         return None
@@ -334,13 +323,11 @@ def check_clipping(exam: Examination) -> Finding | None:
 @check("the loss on held-out data follows that of training", "run", group="training")
 def check_train_eval_gap(exam: Examination) -> Finding | None:
     """Look for a loss on held-out data that rises while that of training falls."""
-    history = _history(exam)
-    values = [float(row["val_loss"]) for row in history.evaluations if "val_loss" in row]
-    losses = [float(row["loss"]) for row in history.steps]
-    if len(values) < 2 or len(losses) < 10:
+    history = exam.history
+    values = history.validation_losses
+    if len(values) < 2 or len(history.steps) < 10:
         return None
-    part = max(1, len(losses) // 10)
-    train, last, best = sum(losses[-part:]) / part, values[-1], min(values)
+    train, last, best = history.last_train_loss, values[-1], min(values)
     if last < 1.1 * best or last < 1.3 * train:
         return None
     return warn(
@@ -365,13 +352,11 @@ def check_repeated_data(exam: Examination) -> Finding | None:
     history = exam.extras.history
     if history is None or not history.epochs or history.epochs <= MAX_EPOCHS or not history.evaluations:
         return None
-    values = [float(row["val_loss"]) for row in history.evaluations if "val_loss" in row]
-    losses = [float(row["loss"]) for row in history.steps]
-    part = max(1, len(losses) // 10)
-    if not values or not losses or values[-1] < 2 * sum(losses[-part:]) / part:
+    values, train = history.validation_losses, history.last_train_loss
+    if not values or not history.steps or values[-1] < 2 * train:
         return None
     return warn(
-        {"times_read": history.epochs, "train_loss": sum(losses[-part:]) / part, "validation_loss": values[-1]},
+        {"times_read": history.epochs, "train_loss": train, "validation_loss": values[-1]},
         f"the data were read {history.epochs:.0f} times and are memorized; more than four times teaches little",
         "use more data, or stop earlier",
     )

@@ -35,14 +35,14 @@ def check_padding(exam: Examination) -> Finding | None:
         )
     ids = exam.ids[:, : exam.ids.shape[1] - PAD]
     plain = exam.run(ids)
-    sides = {"right": _padded(exam, ids, plain, 0, PAD)}
+    sides = {"right": _padded(exam, ids, plain, ids.shape[1])}
     left = 0.0
     with nullcontext() if subject.left_padding else suppress(Exception):  # a model may refuse what it need not take
-        left = _padded(exam, ids, plain, PAD, 0)
+        left = _padded(exam, ids, plain, 0)
     if subject.left_padding:
         sides["left"] = left
     if subject.inner_padding:
-        sides["inside"] = _padded_inside(exam, ids, plain)
+        sides["inside"] = _padded(exam, ids, plain, ids.shape[1] // 2)
     if not any(sides.values()) and left and subject.kind == "causal":
         return _left_finding(exam, ids, left)
     if not any(sides.values()):
@@ -115,23 +115,15 @@ def _weight_on_padding(exam: Examination, ids: Tensor, left: int, right: int) ->
     return max(found, key=lambda pair: pair[0])
 
 
-def _padded(exam: Examination, ids: Tensor, plain: Tensor, left: int, right: int) -> float:
-    padded, mask = pad(ids, left, right, exam.subject.pad_id)
-    output = exam.run(padded, mask)
-    if output.dim() >= 3 and output.shape[1] == padded.shape[1]:
-        output = output[:, left : left + ids.shape[1]]
-    return exam.is_off(output, plain)
-
-
-def _padded_inside(exam: Examination, ids: Tensor, plain: Tensor) -> float:
-    cut = ids.shape[1] // 2
+def _padded(exam: Examination, ids: Tensor, plain: Tensor, place: int) -> float:
+    """Return how much the outputs of a text change with padding before the token at a place, or after the last one."""
     gap = torch.full_like(ids[:, :PAD], 0 if exam.subject.pad_id is None else exam.subject.pad_id)
-    padded = torch.cat((ids[:, :cut], gap, ids[:, cut:]), 1)
+    padded = torch.cat((ids[:, :place], gap, ids[:, place:]), 1)
     mask = torch.ones_like(padded)
-    mask[:, cut : cut + PAD] = 0
+    mask[:, place : place + PAD] = 0
     output = exam.run(padded, mask)
     if output.dim() >= 3 and output.shape[1] == padded.shape[1]:
-        output = torch.cat((output[:, :cut], output[:, cut + PAD :]), 1)
+        output = torch.cat((output[:, :place], output[:, place + PAD :]), 1)
     return exam.is_off(output, plain)
 
 

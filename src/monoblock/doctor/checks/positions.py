@@ -65,26 +65,32 @@ def _is_blind(record: AttentionRecord) -> bool:
 
 def _check_swap(exam: Examination) -> Finding | None:
     """Swap two tokens, near the end and far from it: without positions, the output of the last stays the same."""
-    swapped = []
+
+    def change(ids: Tensor) -> float:
+        """Return the difference that other ids make to the output of the last token, or of the text."""
+        new, old = exam.run(ids), exam.output
+        return difference(new[:, -1], old[:, -1]) if exam.is_per_token else difference(new, old)
+
+    swapped, limit = list[float](), exam.subject.tolerance
     for first, second in ((-2, -3), (1, 4)):  # a recurrence may forget the second pair
         ids = exam.ids.clone()
         ids[:, [first, second]] = ids[:, [second, first]]
-        swapped.append(_change(exam, ids))
-    if any(exam.is_above_rounding(value) for value in swapped):
+        swapped.append(change(ids))
+    if max(swapped) > limit:
         return None
     ids = (exam.ids + exam.subject.vocab // 2) % exam.subject.vocab
-    everywhere = _change(exam, ids)
+    everywhere = change(ids)
     ids[:, -1] = exam.ids[:, -1]
-    elsewhere = _change(exam, ids)
+    elsewhere = change(ids)
     evidence = {
         "difference_after_a_swap": max(swapped),
         "difference_with_other_earlier_tokens": elsewhere,
         "difference_with_other_tokens": everywhere,
     }
-    if not exam.is_above_rounding(everywhere):
+    if everywhere <= limit:
         reason = "the output is the same for all tokens: the ids do not reach it"
         fix = "follow the ids through the forward pass: the output must be computed from their embeddings"
-    elif exam.is_per_token and not exam.is_above_rounding(elsewhere):
+    elif exam.is_per_token and elsewhere <= limit:
         reason = "the output at a position depends on the token there only: the model reads neither other tokens nor "
         reason += "positions"
         fix = "add attention, which reads the other tokens, and position vectors; check that its output is used"
@@ -92,12 +98,6 @@ def _check_swap(exam: Examination) -> Finding | None:
         reason = "two tokens can be swapped without any change: the model does not use positions"
         fix = "add position vectors to the embeddings, or rotate queries and keys by their position"
     return fail(evidence, reason, fix)
-
-
-def _change(exam: Examination, ids: Tensor) -> float:
-    """Return the difference that other ids make to the output of the last token, or of the text."""
-    new, old = exam.run(ids), exam.output
-    return difference(new[:, -1], old[:, -1]) if exam.is_per_token else difference(new, old)
 
 
 @check("positions are added or rotated once", "tokens", explains="cache")
