@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,26 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from monoblock.doctor.checks.causality import KEEPS_STATE, STATE_FIX
 from monoblock.doctor.examination import MEASURED, Examination, check, fail, warn
-from monoblock.doctor.recorder import Product, Recorder
+from monoblock.doctor.recorder import Recorder
 from monoblock.doctor.report import Finding, NotChecked, Outcome
 from monoblock.doctor.subject import difference, hooks
 
 PROMPT = 3  # tokens to generate from
-
-
-def _embedding_and_output(exam: Examination) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the matrices of the token embedding and of the output, if the module has both as such."""
-    module, vocab = exam.module, exam.subject.vocab
-    owner: Any = module
-    if hasattr(module, "get_input_embeddings") and hasattr(module, "get_output_embeddings"):
-        table, output = owner.get_input_embeddings(), owner.get_output_embeddings()
-        if not (isinstance(table, nn.Embedding) and isinstance(output, nn.Linear)):
-            return None
-        return (table.weight, output.weight) if table.weight.shape == output.weight.shape else None
-    tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == vocab]
-    linears = [m.weight for m in module.modules() if isinstance(m, nn.Linear) and m.out_features == vocab]
-    pairs = [(t, w) for t in tables for w in linears[-1:] if t.shape == w.shape]
-    return next((p for p in pairs if p[0] is p[1] or p[0].data_ptr() == p[1].data_ptr()), pairs[0] if pairs else None)
 
 
 @check("embedding and output share a tensor if they are meant to", "tokens", "module")
@@ -39,13 +24,22 @@ def check_tying(exam: Examination) -> Outcome:
     """Compare the storage of the token embedding with that of the output matrix."""
     if found := find_shared_blocks(exam):
         return found
-    pair = _embedding_and_output(exam)
-    if pair is None and exam.subject.declared.tied:
+    owner: Any = exam.module
+    declared, vocab = exam.subject.declared.tied, exam.subject.vocab
+    if hasattr(owner, "get_input_embeddings") and hasattr(owner, "get_output_embeddings"):
+        first, last = [owner.get_input_embeddings()], [owner.get_output_embeddings()]
+    else:
+        first = [m for m in owner.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == vocab]
+        last = [m for m in owner.modules() if isinstance(m, nn.Linear) and m.out_features == vocab][-1:]
+    tables = [table.weight for table in first if isinstance(table, nn.Embedding)]
+    outputs = [layer.weight for layer in last if isinstance(layer, nn.Linear)]
+    pairs = [(table, output) for table in tables for output in outputs if table.shape == output.shape]
+    if not pairs and declared:
         return None  # there is no second matrix that could differ
-    if pair is None:
+    if not pairs:
         return NotChecked("no output matrix of the shape of the embedding was found")
-    table, output = pair
-    is_shared, declared = table.data_ptr() == output.data_ptr(), exam.subject.declared.tied
+    table, output = next((pair for pair in pairs if pair[0].data_ptr() == pair[1].data_ptr()), pairs[0])
+    is_shared = table.data_ptr() == output.data_ptr()
     is_copy = not is_shared and difference(table, output) < 1e-3
     if is_shared and declared is False and type(exam.subject).__name__ != "PlainSubject":
         return fail(
@@ -141,12 +135,9 @@ def _check_logits_kept(exam: Examination, module: nn.Module) -> Finding | None:
 def _check_probabilities(exam: Examination, module: nn.Module) -> Finding | None:
     """Look for dropouts whose probability is not the declared one: it was not passed on."""
     declared = exam.subject.declared.dropout
-    found = {name: m.p for name, m in module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
-    found |= {
-        name: float(m.dropout)
-        for name, m in module.named_modules()
-        if name and isinstance(getattr(m, "dropout", None), float)
-    }
+    parts = [(name, part) for name, part in module.named_modules() if name]
+    found = {name: part.p for name, part in parts if isinstance(part, nn.modules.dropout._DropoutNd)}
+    found |= {name: float(p) for name, part in parts if isinstance(p := getattr(part, "dropout", None), float)}
     if total := [name for name, p in found.items() if p >= 1]:
         return fail(
             {"probability": found[total[0]], "where": total[0], "dropouts": len(total)},
@@ -157,19 +148,16 @@ def _check_probabilities(exam: Examination, module: nn.Module) -> Finding | None
         return None
     other = {name: p for name, p in found.items() if p > 0 and abs(p - declared) > 1e-9}  # 0 is switched off
     active = [p for p in found.values() if p > 0]
+    fix = "pass it on to every layer: Block(width, heads, dropout=dropout)"
     if declared > 0 and not active:
-        return warn(
-            {"declared": declared, "dropouts_with_it": 0},
-            f"dropout={declared:g} is declared, but no part of the model has it",
-            "pass it on to every layer: Block(width, heads, dropout=dropout)",
-        )
+        reason = f"dropout={declared:g} is declared, but no part of the model has it"
+        return warn({"declared": declared, "dropouts_with_it": 0}, reason, fix)
     if not other:
         return None
     name, p = next(iter(other.items()))
+    reason = f"dropout={declared:g} is declared, but {name} has {p:g}: the argument is not passed on to it"
     return warn(
-        {"declared": declared, "found": p, "where": name, "dropouts_with_another_value": len(other)},
-        f"dropout={declared:g} is declared, but {name} has {p:g}: the argument is not passed on to it",
-        "pass it on to every layer: Block(width, heads, dropout=dropout)",
+        {"declared": declared, "found": p, "where": name, "dropouts_with_another_value": len(other)}, reason, fix
     )
 
 
@@ -238,18 +226,12 @@ def _stages(exam: Examination) -> list[_Stage]:
     head = recorder.products[-1] if recorder.products else None
     if head is None or not head.given.shape[-1] != head.width == exam.output.shape[-1]:
         return stages and [*stages, _Stage(frozenset(), stages[-1].given, set())]  # not known
-    while len(head.reads) == 1 and (before := products.get(min(head.reads))) and _is_product(recorder, before):
+    of_attention = {record.term for record in recorder.attentions}
+    while len(head.reads) == 1 and (before := products.get(min(head.reads))):
+        if not before.reads or before.is_lookup or before.number in of_attention:
+            break
         head = before  # two linear layers in a row
     return [*stages, _Stage(head.reads, head.given, set())]
-
-
-def _is_product(recorder: Recorder, product: Product) -> bool:
-    """Return whether a term is a product of other terms with weights, and not of attention or of a table."""
-    return (
-        bool(product.reads)
-        and not product.is_lookup
-        and all(product.number != record.term for record in recorder.attentions)
-    )
 
 
 def _lost(recorder: Recorder, stage: _Stage, following: _Stage) -> str | None:
@@ -257,20 +239,16 @@ def _lost(recorder: Recorder, stage: _Stage, following: _Stage) -> str | None:
     stream, after, results = stage.stream, following.stream, stage.results
     products, lookups = recorder.products, {p.number for p in recorder.products if p.is_lookup}
     restarts = any(p.is_lookup or p.reads & lookups for p in products if p.number in after)  # as a decoder does
-    if not stream or not after or stream & after or restarts or _is_near(stage.given, following.given):
+    if not stream or not after or stream & after or restarts:
         return None
+    a, b = stage.given.flatten().float(), following.given.flatten().float()
+    if stage.given.shape == following.given.shape and float(torch.cosine_similarity(a, b, dim=0)) > 0.5:
+        return None  # nearly equal: operations that are not tracked may have passed the stream on
     updates = results | {p.number for p in products if p.reads & results}
     if after & updates:
         return "attention"
     readers = [p for p in products if p.reads & updates and p.number not in updates]
     return "feedforward" if any(p.reads & stream for p in readers) else "both"
-
-
-def _is_near(a: Tensor, b: Tensor) -> bool:
-    """Return whether two streams are nearly equal: operations that are not tracked may have passed it on."""
-    if a.shape != b.shape:
-        return False
-    return float(torch.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0)) > 0.5
 
 
 # -- feed-forward layers and norms ----------------------------------------------------------------------------------
@@ -380,7 +358,7 @@ def find_uncalled(blocks: list[nn.Module], without: list[int], used: set[nn.Modu
 def find_uninitialized(exam: Examination) -> Finding | None:
     """Look for matrices all of whose numbers are equal."""
     module = exam.module
-    matrices = _weights([module])
+    matrices = [p.detach() for p in module.parameters() if p.dim() > 1 and p.numel() > 1]
     constant = [w for w in matrices if bool((w == w.flatten()[0]).all())]
     if not matrices or len(constant) <= len(matrices) / 2:
         return None
@@ -395,10 +373,6 @@ def find_uninitialized(exam: Examination) -> Finding | None:
         "weights that are not initialized",
         explains=("positions", "tying", "heads", "overfit", "collapse"),
     )
-
-
-def _weights(modules: Iterable[nn.Module]) -> list[Tensor]:
-    return [p.detach() for module in modules for p in module.parameters() if p.dim() > 1 and p.numel() > 1]
 
 
 def find_shared_blocks(exam: Examination) -> Finding | None:
