@@ -364,7 +364,7 @@ def test_a_page_names_the_corpus_only_if_it_stood_in():
     for changes, is_named in ((["tokenizer.kind=bpe"], False), (["data.corpus=kjv", "tokenizer.kind=bpe"], True)):
         result = support.make_result("old", 1, {"loss": 1.0}, changes)
         page = Report(experiment, (result,)).to_markdown()
-        assert ("stood in" in page) == ("the packaged corpus kjv stood in for it" in page) == is_named
+        assert ("was used instead" in page) == ("the packaged corpus kjv was used instead" in page) == is_named
 
 
 def test_numbers_have_the_digits_of_their_size():
@@ -458,10 +458,10 @@ def test_files_without_results_are_named(tmp_path):
 
 def test_a_corpus_that_stands_in_is_named_before_the_first_trial(tmp_path):
     call = {"experiment": support.STANDING_IN, "seeds": "1", "arms": "old"}
-    notice = "The corpus wikitext2 is not there"
+    notice = "The corpus wikitext2 was not found"
     messages = list(run_trials(plan(tmp_path, **call)))
     assert messages[0].startswith(notice)
-    assert messages[0].endswith("the packaged corpus kjv stands in for it")
+    assert messages[0].endswith("the packaged corpus kjv is used instead")
     assert not any(notice in message for message in messages[1:])
     again = list(run_trials(plan(tmp_path, **call)))
     assert again == ["1 of 1 trials have results already"], "nothing is trained"
@@ -499,12 +499,12 @@ def test_results_with_a_stand_in_are_counted_if_they_are_left_out(tmp_path):
 
 def test_an_arm_that_reads_no_corpus_needs_no_stand_in(tmp_path):
     trials = plan(tmp_path, MIXED, arms="old", seeds="1")
-    assert not any("stands in" in message for message in run_trials(trials))
+    assert not any("is used instead" in message for message in run_trials(trials))
     assert report_of(trials).about["stand_in"] is None
     trials = plan(tmp_path, MIXED, arms="old,new", seeds="1")
     messages = list(run_trials(trials))
     assert messages[0] == "1 of 2 trials have results already", "its results hold for both corpora"
-    assert messages[1].endswith("the packaged corpus kjv stands in for it")
+    assert messages[1].endswith("the packaged corpus kjv is used instead")
     results, hidden = select_results(trials)
     assert {result.arm for result in results} == {"old", "new"}
     assert hidden == 0

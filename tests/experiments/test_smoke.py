@@ -166,7 +166,7 @@ def test_the_plan_names_seeds_and_changes_of_the_call(tmp_path, capsys):
     call = ["compare", "heads", "train.steps=7", "seeds=4,5", "arms=1,8", "--dry-run"]
     assert run(call) == 0
     text = capsys.readouterr().out
-    assert "\nThis call sets, whatever the budget says: train.steps=7\n" in text
+    assert "\nThis call overrides the budget: train.steps=7\n" in text
     assert "\nSeeds: 4, 5; trials: 4\n" in text
     assert run([*call, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -178,7 +178,7 @@ def test_the_plan_names_seeds_and_changes_of_the_call(tmp_path, capsys):
 def test_the_plan_names_the_corpus_that_stands_in(tmp_path, capsys):
     call = ["compare", "tying", "--dry-run", "--data", str(tmp_path)]  # a folder without corpora
     assert run(call) == 0
-    assert "\nThe corpus wikitext2 is not there" in capsys.readouterr().out
+    assert "\nThe corpus wikitext2 was not found" in capsys.readouterr().out
     assert run([*call, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stand_in"] == "kjv"
     assert run([*call, "--smoke", "--json"]) == 0
@@ -194,7 +194,7 @@ def standing_in(monkeypatch, tmp_path):
 
 
 def test_a_call_names_the_corpus_that_stands_in(standing_in, capsys):
-    notice, sentence = "the packaged corpus kjv stands in for it", "the packaged corpus kjv stood in for it"
+    notice, sentence = "the packaged corpus kjv is used instead", "the packaged corpus kjv was used instead"
     assert run([*standing_in, "--json"]) == 0
     shown = capsys.readouterr()
     assert shown.err.splitlines()[0].endswith(notice)

@@ -43,7 +43,7 @@ class Compare:
     results: tuple[Path, ...] = option(
         "Also read results from this file; may be repeated.", (), path="file", exists=True
     )
-    table: bool = option("Run nothing: only tabulate the results that there are.", False)
+    table: bool = option("Run nothing: only tabulate the stored results.", False)
     write: Path | None = option("Also write NAME.md, NAME.jsonl and NAME.png here.")
     note: str = option("A sentence for the page of results, such as what else used the machine.", "")
     keep: bool = option("Keep the run folders of the arms, which are deleted after their evaluation.", False)
@@ -128,9 +128,9 @@ def _print_plan(trials: list[Trial], as_json: bool) -> None:
     if notice := describe_stand_in(trials):
         echo(notice)
     if trials[0].smoke:
-        echo("This is a smoke run: a few steps on toy data, whatever the budget says")
+        echo("This is a smoke run: a few steps on toy data in place of the budget")
     if plan["overrides"]:
-        echo(f"This call sets, whatever the budget says: {' '.join(plan['overrides'])}")
+        echo(f"This call overrides the budget: {' '.join(plan['overrides'])}")
     if options := [f"{key}={value}" for key, value in plan["settings"]["options"].items() if value not in ("", None)]:
         echo(f"Options: {', '.join(options)}")
     echo(f"Seeds: {', '.join(map(str, plan['seeds']))}; trials: {len(trials)}\n")
@@ -184,7 +184,7 @@ def _save_and_print(report: Report, folder: Path, as_json: bool) -> None:
         print_json(report.to_json())
     else:
         if stand_in := report.about["stand_in"]:
-            echo(f"The corpus of the recipe was not there; the packaged corpus {stand_in} stood in for it.\n")
+            echo(f"The corpus of the recipe was not found; the packaged corpus {stand_in} was used instead.\n")
         for one in report.by_machine():
             if len(report.by_machine()) > 1:
                 echo(f"\n{', '.join(one.machines)}")

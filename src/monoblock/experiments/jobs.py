@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from multiprocessing.queues import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -32,91 +31,73 @@ def run_jobs(jobs: Sequence[Job], processes: int = 1) -> Iterator[str]:
 
     A job that fails does not stop the others, except those that depend on it.  At the end, ConfigError is raised.
     """
-    failures: dict[str, str] = {}
+    waiting, done, failures = list(jobs), set[str](), dict[str, str]()
+
+    def finish(job: Job, problem: str | None) -> Iterator[str]:
+        """Note how a job has ended; if it failed, take the jobs that depend on it off the list."""
+        done.add(job.name)
+        if problem is None:
+            return
+        failures[job.name] = problem
+        yield f"{job.name}: failed: {problem}"
+        for other in [other for other in waiting if job.name in other.depends_on]:
+            if other in waiting:
+                waiting.remove(other)
+                yield from finish(other, f"it depends on {job.name}, which failed")
+
     if processes == 1:
-        yield from _run_in_turn(list(jobs), failures)
-    else:
-        context = multiprocessing.get_context("spawn")  # a process that has initialized CUDA cannot be forked
-        messages = context.SimpleQueue()
-        with ProcessPoolExecutor(processes, context, _begin_process, (processes, messages)) as pool:
+        while waiting:
+            job = next(job for job in waiting if done.issuperset(job.depends_on))
+            waiting.remove(job)
+            problem = None
             try:
-                yield from _run_parallel(list(jobs), pool, processes, messages, failures)
-            except BrokenProcessPool:
-                raise ConfigError(
-                    "a process ended without a result: it was killed, or memory was short; finished trials are kept, "
-                    "and the same command goes on with the others"
-                ) from None
-            except BaseException:  # also Ctrl-C: what runs now is not waited for
-                with _without_interrupts():
-                    for process in multiprocessing.active_children():
-                        process.terminate()
-                    pool.shutdown(cancel_futures=True)
-                raise
+                yield from job.run(*job.args)
+            except MonoblockError as error:
+                problem = str(error)
+            yield from finish(job, problem)
+    else:
+        yield from _run_parallel(waiting, done, finish, processes)
     if failures:
         name, problem = next(iter(failures.items()))
         others = f" ({len(failures) - 1} more failed or depend on one that did)" if len(failures) > 1 else ""
         raise ConfigError(f"{name}: {problem}{others}")
 
 
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Ignore another Ctrl-C for a moment; only the main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def _run_in_turn(waiting: list[Job], failures: dict[str, str]) -> Iterator[str]:
-    done: set[str] = set()
-    while waiting:
-        job = next(job for job in waiting if done.issuperset(job.depends_on))
-        waiting.remove(job)
-        try:
-            yield from job.run(*job.args)
-        except MonoblockError as problem:
-            yield from _fail(job, str(problem), waiting, failures)
-        done.add(job.name)
-
-
 def _run_parallel(
-    waiting: list[Job],
-    pool: ProcessPoolExecutor,
-    processes: int,
-    messages: SimpleQueue[str],
-    failures: dict[str, str],
+    waiting: list[Job], done: set[str], finish: Callable[[Job, str | None], Iterator[str]], processes: int
 ) -> Iterator[str]:
-    done: set[str] = set()
-    running: dict[Future[str | None], Job] = {}
-    while waiting or running:
-        for job in [job for job in waiting if done.issuperset(job.depends_on)][: processes - len(running)]:
-            running[pool.submit(_run_job, job)] = job
-            waiting.remove(job)
-        finished = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done
-        while not messages.empty():
-            yield messages.get()
-        for future in finished:
-            job, problem = running.pop(future), future.result()
-            if problem is not None:
-                yield from _fail(job, problem, waiting, failures)
-            done.add(job.name)
+    context = multiprocessing.get_context("spawn")  # a process that has initialized CUDA cannot be forked
+    messages, running = context.SimpleQueue(), dict[Future[str | None], Job]()
+    with ProcessPoolExecutor(processes, context, _begin_process, (processes, messages)) as pool:
+        try:
+            while waiting or running:
+                for job in [job for job in waiting if done.issuperset(job.depends_on)][: processes - len(running)]:
+                    running[pool.submit(_run_job, job)] = job
+                    waiting.remove(job)
+                finished = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done
+                while not messages.empty():
+                    yield messages.get()
+                for future in finished:
+                    yield from finish(running.pop(future), future.result())
+        except BrokenProcessPool:
+            raise ConfigError(
+                "a process ended without a result: it was killed, or memory was short; finished trials are kept, "
+                "and the same command goes on with the others"
+            ) from None
+        except BaseException:  # also Ctrl-C: what runs now is not waited for, and another Ctrl-C is ignored
+            is_main = threading.current_thread() is threading.main_thread()  # only it can have handlers
+            handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+            for process in multiprocessing.active_children():
+                process.terminate()
+            pool.shutdown(cancel_futures=True)
+            if is_main:
+                signal.signal(signal.SIGINT, handler)
+            raise
 
 
-def _fail(job: Job, problem: str, waiting: list[Job], failures: dict[str, str]) -> Iterator[str]:
-    """Note that a job has failed, and take the jobs that depend on it off the list."""
-    failures[job.name] = problem
-    yield f"{job.name}: failed: {problem}"
-    for other in [other for other in waiting if job.name in other.depends_on]:
-        if other in waiting:
-            waiting.remove(other)
-            yield from _fail(other, f"it depends on {job.name}, which failed", waiting, failures)
+# -- in a worker process ----------------------------------------------------------------------------------------------
 
-
-_messages: SimpleQueue[str] | None = None  # in a worker process, its progress messages to the main process
+_messages: SimpleQueue[str] | None = None  # its progress messages to the main process
 
 
 def _begin_process(processes: int, messages: SimpleQueue[str]) -> None:
@@ -143,7 +124,7 @@ def _end_with_parent() -> None:
 
 
 def _run_job(job: Job) -> str | None:
-    """Run a job in a worker process; return its error message or None."""
+    """Run a job; return its error message or None."""
     assert _messages is not None
     try:
         for message in job.run(*job.args):

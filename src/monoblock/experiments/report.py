@@ -227,7 +227,7 @@ class Report:
         seeds, several = ", ".join(map(str, about["seeds"])), len(about["seeds"]) > 1
         sentences = {
             f"Budget: {about['budget']}. Data: {about['data']}.": True,
-            f"That corpus was not there; the packaged corpus {about['stand_in']} stood in for it.": about["stand_in"],
+            f"That corpus was not found; the packaged corpus {about['stand_in']} was used instead.": about["stand_in"],
             f"Recipe `{recipe}`, changes in all arms: `{changes}`.": recipe or about["changes"],
             f"Changes in arms that do not set these keys: `{' '.join(about['defaults'])}`.": about["defaults"],
             f"Trials differ in {', '.join(f'`{key}`' for key in sorted(self.varying_keys))}.": self.varying_keys,

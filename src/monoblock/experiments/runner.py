@@ -167,8 +167,8 @@ def describe_stand_in(trials: Sequence[Trial]) -> str | None:
     experiment = trial.experiment
     missing = read_recipe(experiment.recipe, replace(trial, stands_in=False).changes).data.corpus
     return (
-        f"The corpus {missing} is not there (--data or $MONOBLOCK_DATA names the folder of corpora): "
-        f"the packaged corpus {experiment.find_stand_in([*experiment.stand_in])} stands in for it"
+        f"The corpus {missing} was not found (--data or $MONOBLOCK_DATA names the folder of corpora): "
+        f"the packaged corpus {experiment.find_stand_in([*experiment.stand_in])} is used instead"
     )
 
 

@@ -213,8 +213,10 @@ def check_initial_loss(exam: Examination) -> Finding | None:
         if int(history.steps[0].get("step", 1)) > 5:
             return None
         if first < 0.5 * uniform:
-            what = "much lower than a guess: the model sees the answer, or the labels are trivial"
-            return fail({"loss": first, "uniform_guess": uniform}, f"the loss at the start is {first:.2f}, {what}", fix)
+            beside_guess = "much lower than a guess: the model sees the answer, or the labels are trivial"
+            return fail(
+                {"loss": first, "uniform_guess": uniform}, f"the loss at the start is {first:.2f}, {beside_guess}", fix
+            )
     elif exam.extras.batch is not None:
         ids, labels = exam.batch
         uniform = math.log(exam.output.shape[-1])
@@ -237,8 +239,8 @@ def check_initial_loss(exam: Examination) -> Finding | None:
             f"the loss is a sum over {tokens} tokens, not their mean: it and its gradient grow with the batch",
             "write F.cross_entropy(…, reduction='mean'), or divide by the number of tokens that are not padding",
         )
-    what = "much higher than a guess: the logits are too large at the start, or the labels wrong"
-    return fail({"loss": first, "uniform_guess": uniform}, f"the loss at the start is {first:.2f}, {what}", fix)
+    beside_guess = "much higher than a guess: the logits are too large at the start, or the labels wrong"
+    return fail({"loss": first, "uniform_guess": uniform}, f"the loss at the start is {first:.2f}, {beside_guess}", fix)
 
 
 def _check_low_loss(exam: Examination, labels: Tensor, first: float) -> Finding | None:

@@ -268,7 +268,7 @@ def check_optimizer_settings(exam: Examination) -> Finding | None:
         rows = [(history.beta2, history.weight_decay, history.lr)]
     for beta2, decay, lr in rows:
         if isinstance(beta2, float) and not 0.9 <= beta2 <= 0.999:
-            reason = f"beta2={beta2:g} is out of the usual: GPTs use 0.95, the paper 0.98, PyTorch 0.999"
+            reason = f"beta2={beta2:g} is unusual: GPTs use 0.95, the paper 0.98, PyTorch 0.999"
             return warn({"beta2": beta2}, reason, "write betas=(0.9, 0.95)")
         if isinstance(decay, float) and decay > MAX_WEIGHT_DECAY:
             # The root mean square that AdamW's weights tend to.
@@ -276,7 +276,7 @@ def check_optimizer_settings(exam: Examination) -> Finding | None:
             if size < MIN_WEIGHT_SIZE:
                 return warn(
                     {"weight_decay": decay, "size_of_a_weight": size},
-                    f"weight_decay={decay:g} is out of the usual 0 to {MAX_WEIGHT_DECAY}: it pulls the weights to zero",
+                    f"weight_decay={decay:g} exceeds the usual 0 to {MAX_WEIGHT_DECAY}: it pulls the weights to zero",
                     "write weight_decay=0.1",
                 )
     return None
