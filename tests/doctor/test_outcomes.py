@@ -14,8 +14,8 @@ from torch import nn
 import monoblock as mb
 from monoblock.doctor.checks import CHECKS
 from monoblock.doctor.dependence import Panels, measure
-from monoblock.doctor.diagnose import DiagnoseOptions
 from monoblock.doctor.faults import diagnose_with_fault
+from monoblock.doctor.options import DiagnoseOptions
 from monoblock.doctor.report import NotChecked, describe_not_checked, draw_panels
 
 VOCAB, WIDTH, HEADS, DEPTH, CONTEXT = 61, 36, 4, 3, 64

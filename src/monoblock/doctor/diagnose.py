@@ -5,84 +5,26 @@ from __future__ import annotations
 import importlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, TypedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from monoblock.doctor.checks import CHECKS
 from monoblock.doctor.dependence import draw_dependence
-from monoblock.doctor.examination import REQUIREMENTS, Check, Examination, Extras
+from monoblock.doctor.examination import REQUIREMENTS, Check, Examination
 from monoblock.doctor.known_subjects import OwnSubject, TransformersSubject, is_transformers_model
-from monoblock.doctor.plain_subject import PlainOptions, PlainSubject
+from monoblock.doctor.options import Options, check_names
+from monoblock.doctor.plain_subject import PlainSubject
 from monoblock.doctor.report import CheckResult, Finding, NotChecked, Report
-from monoblock.doctor.subject import KINDS, Kind, Subject
+from monoblock.doctor.subject import Subject
 from monoblock.errors import InputError, did_you_mean
 from monoblock.model import Transformer
 
 
-class DiagnoseOptions(TypedDict, total=False):
-    """The keyword arguments of `mb.diagnose`, for type checkers and editors; `mb.diagnose` explains them."""
-
-    vocab: int | None
-    length: int | None
-    kind: Kind | None
-    pad_id: int | None
-    mask_argument: str | None
-    source: Tensor | None
-    source_mask_argument: str | None
-    cached: Callable[..., Any] | None
-    window: int | None
-    tied: bool | None
-    documents_argument: str | None
-    prefix_argument: str | None
-    tokenizer: Any
-    texts: Sequence[str]
-    batch: tuple[Tensor, Tensor] | None
-    loss: Callable[[Tensor, Tensor], Tensor] | None
-    step: Callable[[], Any] | None
-    generate: Callable[[Tensor], Any] | None
-    optimizer: torch.optim.Optimizer | None
-    objective: str | None
-    labels: Sequence[str]
-    generation: Mapping[str, Any] | None
-    checks: str | Sequence[str] | None
-
-
-def split_options(options: Mapping[str, Any]) -> tuple[PlainOptions, Extras]:
-    """Return the options that describe the model, and the others; raise InputError for impossible values."""
-    check_names(options)
-    about_model = PlainOptions(**{one.name: options[one.name] for one in fields(PlainOptions) if one.name in options})
-    extras = Extras(**{one.name: options[one.name] for one in fields(Extras) if one.name in options})
-    kind, length, window, batch = about_model.kind, about_model.length, about_model.window, extras.batch
-    if kind is not None and kind not in KINDS:
-        raise InputError(f"kind={kind!r}: write one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
-    if length is not None and length < 3:
-        raise InputError(f"length={length} is too short to examine; give 8 tokens or more")
-    if window is not None and window < 1:
-        raise InputError(f"window={window}: a token sees at least itself; give 1 or more")
-    if batch is not None and not (
-        isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)
-    ):
-        raise InputError("batch= takes two tensors, (ids, labels); for a language model ids[:, :-1] and ids[:, 1:]")
-    if batch is not None and (batch[0].dim() < 2 or len(batch[0]) != len(batch[1])):
-        shapes = " and ".join(str(tuple(t.shape)) for t in batch)
-        raise InputError(f"batch= has shapes {shapes}; ids are (B, T), and labels have as many rows")
-    return about_model, extras
-
-
-def check_names(options: Mapping[str, Any]) -> None:
-    """Raise InputError for an unknown keyword argument."""
-    public = [*DiagnoseOptions.__annotations__]
-    unknown = next((name for name in options if name not in (*public, "history")), None)
-    if unknown is not None:
-        hint = did_you_mean(unknown, public) or f"; it takes {', '.join(public)}"
-        raise InputError(f"mb.diagnose has no argument {unknown!r:.60}{hint}")
-
-
-def make_subject(model: Any, options: PlainOptions) -> Subject:
+def make_subject(model: Any, options: Options) -> Subject:
     """Adapt a model to the interface that the checks use."""
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, type):
@@ -113,7 +55,7 @@ def diagnose_model(
     checks: as in `mb.diagnose`.
     cheap: run only the checks that take a few passes.
     max_seconds: start no check after this time.
-    options: the fields of `PlainOptions` and `Extras`.
+    options: the fields of `Options`.
     """
     started = time.perf_counter()
     names = checks.split(",") if isinstance(checks, str) else checks
@@ -122,19 +64,20 @@ def diagnose_model(
     if unknown := next((name for name in names or () if name not in known), None):
         hint = did_you_mean(unknown, known) or "; monoblock doctor --list shows all"
         raise InputError(f"there is no check {unknown!r}{hint}")
-    about_model, extras = split_options(options)
-    named_pad_id = about_model.pad_id
-    if named_pad_id is None and extras.tokenizer is not None:
-        about_model = replace(about_model, pad_id=getattr(extras.tokenizer, "pad_id", None))
+    check_names(options)
+    chosen_options = Options(**options)
+    named_pad_id = chosen_options.pad_id
+    if named_pad_id is None and chosen_options.tokenizer is not None:
+        chosen_options = replace(chosen_options, pad_id=getattr(chosen_options.tokenizer, "pad_id", None))
     with torch.compiler.set_stance("force_eager"):  # compiled code shows no modules, and each probe would compile anew
-        subject = make_subject(model, about_model)
-        subject.asked_length = about_model.length
+        subject = make_subject(model, chosen_options)
+        subject.asked_length = chosen_options.length
         if named_pad_id is not None and not 0 <= named_pad_id < max(subject.vocab, 1):
             raise InputError(
                 f"pad_id={named_pad_id} is not a token id of the model, whose ids are 0 to {subject.vocab - 1}"
             )
         chosen = [c for c in CHECKS if (names is None or c.name in names) and not (cheap and c.is_slow)]
-        exam = Examination(subject, extras)
+        exam = Examination(subject, chosen_options)
         parts = model.modules() if isinstance(model, nn.Module) else ()
         if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in parts):
             exam.notes.append("the model is compiled; it was examined without torch.compile")
@@ -211,12 +154,12 @@ def _check_runs(exam: Examination) -> None:
             f"the model cannot be called with an input of shape {shape}: {_one_line(error):.160}; if it needs "
             "other inputs, give a function of ids: mb.diagnose(lambda ids: …, vocab=…)"
         ) from error
-    if exam.extras.loss is None or exam.extras.batch is None:
+    if exam.options.loss is None or exam.options.batch is None:
         return
-    ids, labels = exam.extras.batch
+    ids, labels = exam.options.batch
     shape = (*ids.shape, *exam.output.shape[2:]) if exam.is_per_token else (len(ids), *exam.output.shape[1:])
     try:
-        _ = exam.extras.loss(torch.zeros(shape, device=exam.subject.device), labels.to(exam.subject.device))
+        _ = exam.options.loss(torch.zeros(shape, device=exam.subject.device), labels.to(exam.subject.device))
     except Exception as error:
         raise InputError(
             f"loss(logits, labels) failed with logits of shape {tuple(shape)} and labels of {tuple(labels.shape)}: "

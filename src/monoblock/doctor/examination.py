@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -11,67 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from monoblock.doctor.options import Options, TrainingHistory
 from monoblock.doctor.recorder import AttentionRecord, Recorder
 from monoblock.doctor.report import Evidence, Finding, NotChecked, Outcome, Verdict
 from monoblock.doctor.subject import Subject, difference
 
 
 @dataclass
-class TrainingHistory:
-    """What a run has logged: its settings, and the losses of its steps."""
-
-    steps: Sequence[Mapping[str, float]] = ()  # step, loss, lr, grad_norm
-    evaluations: Sequence[Mapping[str, float]] = ()  # step, val_loss
-    lr: float | None = None
-    warmup: float = 0.0
-    total_steps: int = 0
-    clip: float | None = None  # None or 0: gradients are not clipped
-    optimizer: str = ""
-    beta2: float | None = None
-    weight_decay: float | None = None
-    starts_fresh: bool = True  # from random weights
-    uniform_loss: float | None = None  # ln V, or ln of the number of classes
-    epochs: float | None = None  # passes over the data
-
-    @property
-    def validation_losses(self) -> list[float]:
-        return [float(row["val_loss"]) for row in self.evaluations if "val_loss" in row]
-
-    @property
-    def last_train_loss(self) -> float:
-        """The mean of the last tenth of the steps; NaN without steps."""
-        losses = [float(row["loss"]) for row in self.steps[-max(1, len(self.steps) // 10) :]]
-        return sum(losses) / len(losses) if losses else math.nan
-
-
-@dataclass
-class Extras:
-    """What the user passes in addition to the model."""
-
-    batch: tuple[Tensor, Tensor] | None = None  # ids and labels
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    step: Callable[[], Any] | None = None
-    generate: Callable[[Tensor], Any] | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    tokenizer: Any = None
-    texts: Sequence[str] = ()
-    objective: str | None = None  # the task that the model is for, such as "causal_lm" or "classification"
-    labels: Sequence[str] = ()  # names of classes
-    generation: Mapping[str, Any] | None = None  # default decoding options
-    history: TrainingHistory | None = None
-
-
-@dataclass
 class Examination:
     subject: Subject
-    extras: Extras = field(default_factory=Extras)
+    options: Options = field(default_factory=Options)
     notes: list[str] = field(default_factory=list)
     pictures: dict[str, Any] = field(default_factory=dict)
 
     @property
     def generation(self) -> Mapping[str, Any] | None:
         """The default decoding options: those of the user, or those of the model."""
-        return self.subject.generation if self.extras.generation is None else self.extras.generation
+        return self.subject.generation if self.options.generation is None else self.options.generation
 
     @property
     def module(self) -> nn.Module:
@@ -82,7 +37,7 @@ class Examination:
     @property
     def trains(self) -> bool:
         """Whether a training step of the module is given."""
-        return self.extras.step is not None and self.subject.module is not None
+        return self.options.step is not None and self.subject.module is not None
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
@@ -92,14 +47,14 @@ class Examination:
     @property
     def batch(self) -> tuple[Tensor, Tensor]:
         """The ids and labels of the user, on the device of the model."""
-        assert self.extras.batch is not None
-        ids, labels = self.extras.batch
+        assert self.options.batch is not None
+        ids, labels = self.options.batch
         return ids.to(self.subject.device), labels.to(self.subject.device)
 
     @property
     def history(self) -> TrainingHistory:
-        assert self.extras.history is not None
-        return self.extras.history
+        assert self.options.history is not None
+        return self.options.history
 
     @cached_property
     def ids(self) -> Tensor:
@@ -327,38 +282,38 @@ REQUIREMENTS: dict[str, Requirement] = {
     "module": Requirement(
         lambda e: e.subject.module is not None, "the weights of a function are not seen", "the nn.Module"
     ),
-    "tokenizer": Requirement(lambda e: e.extras.tokenizer is not None, "there is no tokenizer", "tokenizer=…"),
+    "tokenizer": Requirement(lambda e: e.options.tokenizer is not None, "there is no tokenizer", "tokenizer=…"),
     "generation": Requirement(
         lambda e: e.generation is not None, "there are no decoding options", "generation={'eos_token_id': 2, …}"
     ),
-    "batch": Requirement(lambda e: e.extras.batch is not None, "there is no batch", BATCH),
+    "batch": Requirement(lambda e: e.options.batch is not None, "there is no batch", BATCH),
     "optimizer": Requirement(
-        lambda e: e.trains or (e.extras.optimizer is not None and e.subject.module is not None),
+        lambda e: e.trains or (e.options.optimizer is not None and e.subject.module is not None),
         "there is no optimizer",
         OPTIMIZER,
         " or step=f with the module",
     ),
     "optimizer_or_run": Requirement(
-        lambda e: e.extras.optimizer is not None or e.extras.history is not None,
+        lambda e: e.options.optimizer is not None or e.options.history is not None,
         "there is no optimizer",
         OPTIMIZER,
         ", or the folder of a run",
     ),
-    "run": Requirement(lambda e: e.extras.history is not None, "there is no training run", RUN),
+    "run": Requirement(lambda e: e.options.history is not None, "there is no training run", RUN),
     "training": Requirement(
-        lambda e: REQUIREMENTS["optimizer"].is_met(e) or e.extras.history is not None,
+        lambda e: REQUIREMENTS["optimizer"].is_met(e) or e.options.history is not None,
         "there is neither a training step nor a run",
         STEP,
         ", where f() makes one training step of the module, or the folder of a run",
     ),
     "batch_or_step": Requirement(
-        lambda e: e.extras.batch is not None or e.trains,
+        lambda e: e.options.batch is not None or e.trains,
         "there is neither a batch nor a training step",
         BATCH,
         ", or step=f with the module",
     ),
     "batch_or_run": Requirement(
-        lambda e: e.extras.batch is not None or e.extras.history is not None,
+        lambda e: e.options.batch is not None or e.options.history is not None,
         "there is neither a batch nor a run",
         BATCH,
         ", or the folder of a run",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from monoblock.doctor.options import Options
 from monoblock.doctor.recorder import Recorder
 from monoblock.doctor.subject import (
     LONG,
@@ -47,30 +47,12 @@ TIE_NAMES = ("tie_weights", "tie_word_embeddings", "tied", "tie", "weight_tying"
 DROPOUT_NAMES = ("dropout", "p_drop", "dropout_p", "drop", "dropout_rate")
 
 
-@dataclass(frozen=True)
-class PlainOptions:
-    """What the user declares for a model that cannot declare it."""
-
-    vocab: int | None = None
-    length: int | None = None
-    kind: Kind | None = None
-    pad_id: int | None = None
-    mask_argument: str | None = None
-    source: Tensor | None = None
-    source_mask_argument: str | None = None
-    cached: Callable[..., Any] | None = None
-    window: int | None = None
-    tied: bool | None = None
-    documents_argument: str | None = None
-    prefix_argument: str | None = None
-
-
 class PlainSubject(Subject):
     left_padding = False  # only where positions can be given to the model
     inner_padding = False
     layout: Layout = "rows first"  # of what the model returns
 
-    def __init__(self, model: Callable[..., Any], options: PlainOptions) -> None:
+    def __init__(self, model: Callable[..., Any], options: Options) -> None:
         super().__init__()
         self.function = model
         self.module = model if isinstance(model, nn.Module) else None
@@ -109,7 +91,7 @@ class PlainSubject(Subject):
             self.passes_mask_to_cache = self.masks_cache
             self.masks_cache = self.masks_cache or self.pad_id is not None
 
-    def _check_names(self, options: PlainOptions) -> None:
+    def _check_names(self, options: Options) -> None:
         """Raise InputError for an argument that the model does not have."""
         if not self.parameters or any(p.kind == p.VAR_KEYWORD for p in self.parameters.values()):
             return
@@ -121,7 +103,7 @@ class PlainSubject(Subject):
 
     # -- finding out how it is called -------------------------------------------------------------------------------
 
-    def _find_source(self, options: PlainOptions) -> None:
+    def _find_source(self, options: Options) -> None:
         required = {
             p.name
             for p in self.parameters.values()
@@ -134,7 +116,7 @@ class PlainSubject(Subject):
         kinds = (options.kind, getattr(getattr(self.module, "config", None), "family", None))
         self.reads_source = options.source is not None or len(others) == 2 or "encoder-decoder" in kinds
 
-    def _make_source(self, options: PlainOptions) -> None:
+    def _make_source(self, options: Options) -> None:
         if not self.reads_source:
             return
         self.kind = "encoder-decoder"
@@ -277,7 +259,7 @@ class PlainSubject(Subject):
         assert loss is not None
         return loss
 
-    def _declare(self, options: PlainOptions) -> Declared:
+    def _declare(self, options: Options) -> Declared:
         owners = (self.module, getattr(self.module, "config", None))
         parts = () if self.module is None else (*self.module.modules(),)
         window = find_attribute((*owners, *parts), WINDOW_NAMES, int) if options.window is None else options.window

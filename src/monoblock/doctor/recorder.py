@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def _names(words: str) -> frozenset[str]:
@@ -202,7 +203,7 @@ class Recorder:
             return
         if name in ("native_dropout", "bernoulli", "bernoulli_", "rand", "rand_like", "normal_", "uniform_"):
             self.random_draws += 1
-        tensors = [a for a in _flatten(args) if isinstance(a, Tensor)]
+        tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
         count = len(self.position_adds)
         lineage = self._result_lineage(name, args, kwargs, tensors, result)
         terms = self._terms(name, args, tensors, lineage, result)
@@ -211,7 +212,7 @@ class Recorder:
         self.norms += name in NORMS and lineage.depends
         if name == "masked_fill" and lineage.scores is not None:
             self._unmasked[id(args[0])] = args[0]
-        for out in _flatten([result]):
+        for out in tree_leaves(result):
             if isinstance(out, Tensor):
                 self._set(out, lineage)
                 if out.dim() == 3 and out.shape[:2] == self._shape and lineage.depends and out.is_floating_point():
@@ -232,19 +233,16 @@ class Recorder:
             return frozenset()
         given = next((t for t in tensors[-2:] if self._get(t).depends), tensors[0])
         held = self._get(tensors[0]).terms if "add" in name else frozenset[int]()  # addmm(x, a, b) is x + a @ b
-        return held | {self._new_term(given, result, is_lookup=name == "embedding")}
-
-    def _new_term(self, given: Tensor, result: Tensor, *, is_lookup: bool = False) -> int:
         self._count += 1
         reads = self._get(given).terms
         before = self._results.get(min(reads)) if len(reads) == 1 else None
         is_direct = before is not None and torch.equal(before.flatten(), given.flatten())
         self._results[self._count] = result
-        self.products.append(Product(self._count, given, result.shape[-1], reads, is_direct, is_lookup))
+        self.products.append(Product(self._count, given, result.shape[-1], reads, is_direct, name == "embedding"))
         attention = self._get(given).record
         if attention is not None and attention.term < 0:
             attention.term = self._count
-        return self._count
+        return held | {self._count}
 
     def _result_lineage(
         self, name: str, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor], result: Any
@@ -253,7 +251,13 @@ class Recorder:
         if name in ID_FREE:
             return _UNKNOWN
         if name == "embedding":
-            return self._record_lookup(args[0], args[1])
+            table, indices = args[0], args[1]
+            depends = self._get(indices).depends
+            if depends:
+                self.token_tables.append((table.shape[0], table.shape[1]))
+            elif isinstance(indices, Tensor) and set(indices.shape) & self._lengths:
+                self.lookups.append(TableLookup(table.shape[0], indices.detach().clone()))
+            return _Lineage(depends=depends)
         if name in ("mul", "mul_", "div", "div_"):
             return self._multiplied(args, result, divide=name.startswith("div"))
         if name in ("bmm", "baddbmm", "mm") or (name == "matmul" and len(tensors) == 2):
@@ -267,14 +271,6 @@ class Recorder:
             special = next((k for k in known if k.scores is not None or k.record is not None), None)
             first = special or next((k for k in known if k.depends), known[0] if known else _UNKNOWN)
             return replace(first, depends=depends, rotations=max((k.rotations for k in known), default=0))
-        return _Lineage(depends=depends)
-
-    def _record_lookup(self, table: Tensor, indices: Any) -> _Lineage:
-        depends = self._get(indices).depends
-        if depends:
-            self.token_tables.append((table.shape[0], table.shape[1]))
-        elif isinstance(indices, Tensor) and set(indices.shape) & self._lengths:
-            self.lookups.append(TableLookup(table.shape[0], indices.detach().clone()))
         return _Lineage(depends=depends)
 
     def _multiplied(self, args: Sequence[Any], result: Any, *, divide: bool) -> _Lineage:
@@ -420,14 +416,6 @@ def _norm_factor(result: Tensor) -> float:
 
 def _storage(tensor: Tensor) -> int:
     return 0 if tensor.is_meta or tensor.is_sparse else tensor.untyped_storage().data_ptr()
-
-
-def _flatten(values: Sequence[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flatten(value)
-        else:
-            yield value
 
 
 class _Operations(TorchDispatchMode):

@@ -11,8 +11,8 @@ import torch
 
 from monoblock.config.model import ModelConfig
 from monoblock.doctor.checks import CHECKS
-from monoblock.doctor.diagnose import DiagnoseOptions, check_names, diagnose_model
-from monoblock.doctor.examination import TrainingHistory
+from monoblock.doctor.diagnose import diagnose_model
+from monoblock.doctor.options import DiagnoseOptions, TrainingHistory, check_names
 from monoblock.doctor.report import Report
 from monoblock.errors import FileError, InputError, MonoblockError
 from monoblock.interop.model_folder import ModelFolder, load_model

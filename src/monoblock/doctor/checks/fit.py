@@ -39,7 +39,7 @@ FAMILY_NAMES = {
 @check("the tokenizer fits the model", "tokens", "tokenizer", group="fit")
 def check_tokenizer(exam: Examination) -> Finding | None:
     """Compare ids of the tokenizer with the rows of the embedding, and count unknown tokens."""
-    tokenizer, vocab = exam.extras.tokenizer, exam.subject.vocab
+    tokenizer, vocab = exam.options.tokenizer, exam.subject.vocab
     size, kind = int(getattr(tokenizer, "vocab_size", 0)), getattr(tokenizer, "kind", "")
     if not hasattr(tokenizer, "kind") and hasattr(tokenizer, "__len__"):
         size = len(tokenizer)  # of transformers: with added tokens
@@ -58,7 +58,7 @@ def check_tokenizer(exam: Examination) -> Finding | None:
         reason = "a third of the embedding or more is never used: the tokenizer belongs to another model"
         return fail(sizes, reason, own)
     mask = getattr(tokenizer, "mask_id", getattr(tokenizer, "mask_token_id", None))
-    if exam.extras.objective == "masked_lm" and mask is None:
+    if exam.options.objective == "masked_lm" and mask is None:
         reason = "a masked language model fills in a mask token, but the tokenizer has none"
         return fail({"mask_tokens": 0}, reason, "train or take a tokenizer with a mask token")
     if kind == "wordpiece" and exam.subject.kind == "causal":
@@ -67,7 +67,7 @@ def check_tokenizer(exam: Examination) -> Finding | None:
             "WordPiece drops spaces, so a decoder cannot write text that reads well; BERT's models use it, GPTs do not",
             "use byte-level BPE for a decoder, or " + own,
         )
-    return _check_texts(tokenizer, list(exam.extras.texts)[:200], kind)
+    return _check_texts(tokenizer, list(exam.options.texts)[:200], kind)
 
 
 def _check_texts(tokenizer: Any, texts: Sequence[str], kind: str) -> Finding | None:
@@ -95,13 +95,13 @@ def _check_texts(tokenizer: Any, texts: Sequence[str], kind: str) -> Finding | N
 @check("the head is trained and has as many outputs as there are classes", "module", group="fit")
 def check_head(exam: Examination) -> Finding | None:
     """Compare the outputs with the classes, and look for a fresh head on a trained body."""
-    outputs, extras, declared = exam.output.shape[-1], exam.extras, exam.subject.declared.num_labels
+    outputs, given, declared = exam.output.shape[-1], exam.options, exam.subject.declared.num_labels
     is_classifier = not exam.subject.reads_tokens or outputs < exam.subject.vocab
-    if extras.labels and len(extras.labels) != outputs:
+    if given.labels and len(given.labels) != outputs:
         return fail(
-            {"outputs": outputs, "labels": len(extras.labels)},
+            {"outputs": outputs, "labels": len(given.labels)},
             "the head has another number of outputs than there are labels",
-            f"build the head with classes={len(extras.labels)}",
+            f"build the head with classes={len(given.labels)}",
         )
     if declared is not None and declared > 1 and declared != outputs:
         return fail(
@@ -109,8 +109,8 @@ def check_head(exam: Examination) -> Finding | None:
             "the head has another number of outputs than the configuration says",
             f"build the head with {declared} outputs",
         )
-    if extras.batch is not None and is_classifier and not extras.batch[1].is_floating_point():
-        highest = int(extras.batch[1].max())
+    if given.batch is not None and is_classifier and not given.batch[1].is_floating_point():
+        highest = int(given.batch[1].max())
         if highest >= outputs:
             return fail(
                 {"outputs": outputs, "highest_label": highest},
@@ -148,7 +148,7 @@ def _check_fresh(exam: Examination) -> Finding | None:
 @check("the kind of model fits the task", "tokens", group="fit")
 def check_model_type(exam: Examination) -> Outcome:
     """Compare the kind of model with the task, and look for a decoder that is read at its first token."""
-    kind, objective = exam.subject.kind, exam.extras.objective
+    kind, objective = exam.subject.kind, exam.options.objective
     allowed = FAMILY_OF_TASK.get(objective or "", (kind,))
     if kind not in allowed:
         return finding(
@@ -177,12 +177,12 @@ def check_model_type(exam: Examination) -> Outcome:
 @check("texts fit into the context", "tokens", group="fit")
 def check_context(exam: Examination) -> Outcome:
     """Compare the lengths of batches, tokenizer and position table with the context."""
-    context, extras = exam.subject.declared.context, exam.extras
+    context, given = exam.subject.declared.context, exam.options
     if context is None:
         return NotChecked("the model states no context")
-    if extras.batch is not None and extras.batch[0].dim() == 2 and extras.batch[0].shape[1] > context:
-        return _context_finding("the batch", int(extras.batch[0].shape[1]), context, "fail")
-    longest = getattr(extras.tokenizer, "model_max_length", None)
+    if given.batch is not None and given.batch[0].dim() == 2 and given.batch[0].shape[1] > context:
+        return _context_finding("the batch", int(given.batch[0].shape[1]), context, "fail")
+    longest = getattr(given.tokenizer, "model_max_length", None)
     if isinstance(longest, int) and context < longest < 1_000_000:
         return _context_finding("the tokenizer's limit", longest, context, "warn")
     module = exam.subject.module
@@ -259,7 +259,7 @@ def _wrong_tokens(exam: Examination, options: Mapping[str, Any]) -> Iterator[Pro
             reason = f"{name}={token} is not an id of the model"
             yield "fail", {name: token, "vocabulary": vocab}, reason, "write an id of the tokenizer"
     ends, write = list(_ids(options.get("eos_token_id"))), "write eos_token_id = "
-    own = getattr(exam.extras.tokenizer, "eos_id", getattr(exam.extras.tokenizer, "eos_token_id", None))
+    own = getattr(exam.options.tokenizer, "eos_id", getattr(exam.options.tokenizer, "eos_token_id", None))
     if own is not None and not ends:
         reason = "there is no end token, so every text is written up to the limit; the tokenizer has one"
         yield "warn", {"of_the_tokenizer": own}, reason, f"{write}{own}"

@@ -38,8 +38,8 @@ AGREES = 0.9  # share of equal labels
 def check_label_shift(exam: Examination) -> Finding | None:
     """Read off the gradient which label is compared with which logits: it must be the next token of the same row."""
     readings = [read_step(exam)] if exam.subject.kind == "causal" else []
-    if exam.extras.batch is not None:
-        ids, labels = exam.extras.batch
+    if exam.options.batch is not None:
+        ids, labels = exam.options.batch
         if labels.shape == ids.shape and not labels.is_floating_point():
             readings.insert(0, read_batch(exam))
     found = (
@@ -206,7 +206,7 @@ def _check_more_padding(exam: Examination) -> Finding | None:
 @check("the first loss is that of a guess, ln V", "batch_or_run", explains="overfit", group="training")
 def check_initial_loss(exam: Examination) -> Finding | None:
     """Compare the first loss with that of a guess without knowledge."""
-    history = exam.extras.history
+    history = exam.options.history
     fix = "initialize embeddings and the output with a standard deviation of about 0.02, and check what labels are"
     if history is not None and history.steps and history.starts_fresh and history.uniform_loss:
         first, uniform = float(history.steps[0]["loss"]), history.uniform_loss
@@ -217,7 +217,7 @@ def check_initial_loss(exam: Examination) -> Finding | None:
             return fail(
                 {"loss": first, "uniform_guess": uniform}, f"the loss at the start is {first:.2f}, {beside_guess}", fix
             )
-    elif exam.extras.batch is not None:
+    elif exam.options.batch is not None:
         ids, labels = exam.batch
         uniform = math.log(exam.output.shape[-1])
         if labels.is_floating_point():
@@ -232,7 +232,7 @@ def check_initial_loss(exam: Examination) -> Finding | None:
         return None
     if first <= 1.3 * uniform + 0.7:  # a fresh GPT-2 starts at ln V + 0.1
         return None
-    tokens = 0 if exam.extras.batch is None else int((exam.extras.batch[1] != IGNORED).sum())
+    tokens = 0 if exam.options.batch is None else int((exam.options.batch[1] != IGNORED).sum())
     if tokens > 4 and abs(first / tokens - uniform) < 0.3 * uniform:
         return fail(
             {"loss": first, "uniform_guess": uniform, "tokens": tokens, "loss_of_a_token": first / tokens},
@@ -329,7 +329,7 @@ def _check_softmax_twice(exam: Examination, labels: Tensor) -> Finding | None:
     perfect = F.one_hot(labels.clamp(min=0), outputs).float()
     is_output = are_probabilities(exam.output)
     # The loss of a forward pass is computed from what its head gives, which comes before the softmax.
-    has_head = exam.extras.loss is None and exam.subject.own_loss is not None
+    has_head = exam.options.loss is None and exam.subject.own_loss is not None
     scales = (1.0,) if is_output and not has_head else (30.0, 60.0)
     try:
         blind = float(function(torch.full_like(perfect, 1 / outputs), labels))
@@ -361,7 +361,7 @@ def default_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def loss_function(exam: Examination) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the loss of logits and labels: that of the user, that of the model, or cross-entropy."""
-    return exam.extras.loss or exam.subject.own_loss or default_loss
+    return exam.options.loss or exam.subject.own_loss or default_loss
 
 
 def synthetic_logits(exam: Examination, ids: Tensor) -> Tensor:
@@ -430,14 +430,14 @@ def read_batch(exam: Examination) -> Reading | None:
 
 def read_step(exam: Examination) -> Reading | None:
     """Read the loss inside a training step; None if no logits of its ids are seen."""
-    module, step = exam.subject.module, exam.extras.step
+    module, step = exam.subject.module, exam.options.step
     if module is None or step is None:
         return None
     with restoring(module) as updates, _watching(exam) as seen:
         step()
     if not seen:
         return None
-    optimizers = updates if exam.extras.optimizer is None else [*updates, exam.extras.optimizer]
+    optimizers = updates if exam.options.optimizer is None else [*updates, exam.options.optimizer]
     maximizes = any(group.get("maximize") for optimizer in optimizers for group in optimizer.param_groups)
     ids, gradient = seen[-1]
     return Reading(ids, -gradient if maximizes else gradient, "the training step", maximizes=maximizes)

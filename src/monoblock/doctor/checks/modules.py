@@ -95,11 +95,11 @@ class _CountDropouts(TorchDispatchMode):
 
 def _check_mode_of_generation(exam: Examination, module: nn.Module) -> Finding | None:
     """Generate from a model in training mode, as a training loop leaves it: its dropouts must be switched off."""
-    if exam.extras.generate is None:
+    if exam.options.generate is None:
         return None
     with exam.subject.evaluating(), _CountDropouts() as dropouts:
         module.train()
-        exam.extras.generate(exam.ids[:1, :PROMPT].clone())
+        exam.options.generate(exam.ids[:1, :PROMPT].clone())
     if not dropouts.count:
         return None
     return fail(

@@ -30,11 +30,11 @@ MIN_WEIGHT_SIZE = 0.025  # weights of Transformers have a root mean square of 0.
 @check("the optimizer holds the weights of the model", "optimizer", explains="overfit learning_rate", group="training")
 def check_optimizer(exam: Examination) -> Finding | None:
     """Compare the tensors of the optimizer with the weights of the model; given a step, observe its effect on them."""
-    module, optimizers = exam.module, [o for o in (exam.extras.optimizer,) if o is not None]
+    module, optimizers = exam.module, [o for o in (exam.options.optimizer,) if o is not None]
     own = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     if not own:
         return None  # gradient_flow says so
-    step = None if exam.extras.step is None else _watch_step(exam.extras.step, module)
+    step = None if exam.options.step is None else _watch_step(exam.options.step, module)
     optimizers = list(dict.fromkeys((*optimizers, *(step.updates if step is not None else ()))))
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     foreign, missing = held - {id(p) for p in module.parameters()}, [name for i, name in own.items() if i not in held]
@@ -150,16 +150,16 @@ def _judge_step(step: _Step, optimizers: list[Optimizer]) -> Finding | None:
 )
 def check_learning_rate(exam: Examination) -> Outcome:
     """Look at the losses of a run, or make a few steps: the loss must fall."""
-    if exam.extras.history is not None and len(exam.extras.history.steps) >= 10:
-        losses = [float(row["loss"]) for row in exam.extras.history.steps]
-        lr = exam.extras.history.lr
+    if exam.options.history is not None and len(exam.options.history.steps) >= 10:
+        losses = [float(row["loss"]) for row in exam.options.history.steps]
+        lr = exam.options.history.lr
         return _judge_losses(losses, {} if lr is None else {"learning_rate": lr})
     module = exam.module
-    if exam.extras.step is None:
+    if exam.options.step is None:
         return _check_first_update(exam, module)
     with restoring(module):
         before = [p.detach().clone() for p in module.parameters() if p.requires_grad]
-        values = [_number(exam.extras.step()) for _ in range(10)]
+        values = [_number(exam.options.step()) for _ in range(10)]
         changes = [
             float((p.detach() - b).norm()) / max(float(b.norm()), 1e-6)
             for p, b in zip((p for p in module.parameters() if p.requires_grad), before, strict=True)
@@ -180,11 +180,11 @@ def _check_first_update(exam: Examination, module: nn.Module) -> Outcome:
 
     The gradient is that of the batch, or of random labels, which has the usual size.
     """
-    optimizer = exam.extras.optimizer
+    optimizer = exam.options.optimizer
     assert optimizer is not None
     weights = [p for p in module.parameters() if p.requires_grad]
     with exam.subject.evaluating(), torch.enable_grad():
-        if exam.extras.batch is not None and not exam.extras.batch[1].is_floating_point():
+        if exam.options.batch is not None and not exam.options.batch[1].is_floating_point():
             ids, labels = exam.batch
             loss = loss_function(exam)(exam.subject.logits(ids), labels)
         else:
@@ -261,10 +261,10 @@ def _rate_finding(rate: str, evidence: dict[str, Any]) -> Finding:
 def check_optimizer_settings(exam: Examination) -> Finding | None:
     """Compare beta2 and weight decay with values that train Transformers."""
     rows: list[tuple[Any, Any, Any]] = []
-    if exam.extras.optimizer is not None:
-        groups = exam.extras.optimizer.param_groups
+    if exam.options.optimizer is not None:
+        groups = exam.options.optimizer.param_groups
         rows = [(g.get("betas", (None, None))[1], g.get("weight_decay"), g.get("lr")) for g in groups]
-    elif (history := exam.extras.history) is not None:
+    elif (history := exam.options.history) is not None:
         rows = [(history.beta2, history.weight_decay, history.lr)]
     for beta2, decay, lr in rows:
         if isinstance(beta2, float) and not 0.9 <= beta2 <= 0.999:
@@ -340,8 +340,8 @@ def check_train_eval_gap(exam: Examination) -> Finding | None:
 @check("data are not repeated without need", "batch_or_run", group="training")
 def check_repeated_data(exam: Examination) -> Finding | None:
     """Look for rows that a batch has twice, and for runs that read their data too often."""
-    if exam.extras.batch is not None and exam.extras.batch[0].shape[0] > 1:
-        ids = exam.extras.batch[0]
+    if exam.options.batch is not None and exam.options.batch[0].shape[0] > 1:
+        ids = exam.options.batch[0]
         unique = len(torch.unique(ids.flatten(1), dim=0))
         if unique <= ids.shape[0] / 2:
             return fail(
@@ -349,7 +349,7 @@ def check_repeated_data(exam: Examination) -> Finding | None:
                 "rows of the batch are copies of each other: the loader draws the same sample again and again",
                 "draw rows without replacement, and give every worker its own seed",
             )
-    history = exam.extras.history
+    history = exam.options.history
     if history is None or not history.epochs or history.epochs <= MAX_EPOCHS or not history.evaluations:
         return None
     values, train = history.validation_losses, history.last_train_loss

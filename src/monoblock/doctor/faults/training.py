@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from monoblock.doctor.examination import TrainingHistory
 from monoblock.doctor.faults.fault import Fault, Plant, Setup, change_output
+from monoblock.doctor.options import TrainingHistory
 from monoblock.model import Transformer
 from monoblock.nn.norm import Norm
 
