@@ -56,34 +56,18 @@ def count_positions(prompt: int, new: int, *, use_cache: bool) -> int:
 
 
 def cache_bytes(model: Transformer, capacity: int) -> int:
-    """Return the bytes of the tensors of a filled cache."""
-    cache = model.make_cache(batch=1, capacity=capacity)
-    ids = torch.zeros(1, capacity, dtype=torch.long, device=model.device)
+    """Return the bytes of the keys and values of a filled cache."""
+    cache, sizes = model.make_cache(batch=1, capacity=capacity), dict[int, int]()
     with torch.no_grad():
-        model(ids, cache=cache)
-    return sum(tensor.numel() * tensor.element_size() for tensor in cache_tensors(cache))
+        model(torch.zeros(1, capacity, dtype=torch.long, device=model.device), cache=cache)
 
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            sizes[tensor.data_ptr()] = tensor.nbytes
+        return tensor
 
-def cache_tensors(cache: object) -> list[torch.Tensor]:
-    """Return the key and value tensors of a cache, each once."""
-    found: dict[int, torch.Tensor] = {}
-    pending, visited = [cache], set[int]()
-    while pending:
-        value = pending.pop()
-        if id(value) in visited:
-            continue
-        visited.add(id(value))
-        if isinstance(value, torch.Tensor):
-            if value.is_floating_point():
-                found[value.data_ptr()] = value
-        elif isinstance(value, dict):
-            pending += value.values()
-        elif isinstance(value, list | tuple):
-            pending += value
-        elif type(value).__module__.startswith("monoblock."):
-            slots = [getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
-            pending += [*getattr(value, "__dict__", {}).values(), *slots]
-    return list(found.values())
+    cache.map_tensors(count)
+    return sum(sizes.values())
 
 
 EXPERIMENT = Experiment(
