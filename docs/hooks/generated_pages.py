@@ -426,27 +426,27 @@ monoblock compare residuals --dry-run               # the claim, the budget, the
 monoblock compare positions seeds=1,2,3 --jobs 7    # several arms at once, also on one GPU
 monoblock compare positions --smoke                 # everything for a few steps, to see that it runs
 ```
-An experiment trains or measures its *arms* with one budget, the same data in the same order and the same seeds. Which
-arms and seeds a call runs is said by `arms=NAME,NAME`, in which `*` stands for any text, and `seeds=1,2,3`; the table
-has all stored seeds of these arms. `section.key=value` changes the recipe of all arms. WikiText-2 and Multi30k are read
-from the folder `--data` or `$MONOBLOCK_DATA`; where they are absent, a packaged corpus stands in, as the call and the
-page say.
+An experiment trains or measures its *arms* with one budget, the same data in the same order and the same seeds.
+`arms=NAME,NAME`, in which `*` stands for any text, and `seeds=1,2,3` choose what a call runs; the table has all stored
+seeds of these arms. `section.key=value` changes the recipe of all arms. WikiText-2 and Multi30k are read from the
+folder `--data` or `$MONOBLOCK_DATA`; where they are missing, a packaged corpus is used instead, and the call and the
+page say so.
 
-**Results are lines of JSON.** Each finished arm and seed is a line of `results.jsonl` in the folder `--out` (by
-default `runs/compare-NAME`). What has a line is not run again, so a killed experiment continues. Lines of another
-machine are merged by copying the file into the folder under any name that ends in `.jsonl`, or with `--results FILE`.
-Only lines with the same options and changes are compared; compilation, workers and device may differ. In translation,
-do not mix `train.compile=graphs` with other values: with it a batch has pairs of all lengths, else of similar lengths.
-`benchmarks/experiments_gpu.sh` runs several experiments at the same time on one GPU. `--table` runs nothing, and
-`--write benchmarks/results` writes the page, the lines and the plot.
+**Results are lines of JSON.** Each finished arm and seed is a line of `results.jsonl` in the folder `--out` (by default
+`runs/compare-NAME`). A trial that has a line is not run again, so the same command continues an experiment that was
+killed. Lines of another machine are merged by copying the file into the folder under any name that ends in `.jsonl`, or
+with `--results FILE`. Only lines with the same options and changes are compared; compilation, workers and device may
+differ. In translation, do not mix `train.compile=graphs` with other values: with it a batch has pairs of all lengths,
+else of similar lengths. `benchmarks/experiments_gpu.sh` runs several experiments at the same time on one GPU. `--table`
+runs nothing, and `--write benchmarks/results` writes the page, the lines and the plot.
 
-**Rules are fixed beforehand.** The file of an experiment states, before any run, what has to hold for a claim: a
-metric of an arm, or its difference or ratio to another arm with the same seed, and a bound. If the 95 % confidence
-interval of the mean over the seeds lies on the right side of the bound, the rule is confirmed; if it lies on the
-other side, it is contradicted; otherwise the result is inconclusive. Fewer than three seeds are always inconclusive,
-unless the quantity does not vary with the seed; this minimum was set after most of the runs. The interval is that of
-Student's t and symmetric, so for a ratio that varies much between few seeds it may begin below 0. A rule says what of
-it was added when there were results already.
+**Rules are fixed beforehand.** The file of an experiment states, before any run, what has to hold for a claim: a metric
+of an arm, or its difference or ratio to another arm with the same seed, and a bound. If the 95 % confidence interval of
+the mean over the seeds lies on the right side of the bound, the rule is confirmed; if it lies on the other side, it is
+contradicted; otherwise the result is inconclusive. Fewer than three seeds are always inconclusive, unless the quantity
+does not vary with the seed; this minimum was set after most of the runs. The interval is that of Student's t and
+symmetric, so for a ratio that varies much between few seeds it may begin below 0. A rule of which something was added
+once there were results says what that was.
 
 [adding.md](adding.md) shows how an experiment is written. This page is generated: what it says of a claim follows
 from the lines in `benchmarks/results`.
