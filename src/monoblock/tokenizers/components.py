@@ -137,59 +137,33 @@ def build_sections(kind: str, marker: str | None, lowercase: bool) -> JsonObject
     if marker is not None and (kind != "bpe" or marker not in MARKERS):
         raise ConfigError(f"marker={marker!r} does not fit kind={kind!r}; bpe takes '@@' or '▁', other kinds no marker")
     normalizer: JsonObject | None = {"type": "Lowercase"} if lowercase else None
+    pre_tokenizer: JsonObject | None = {"type": "WhitespaceSplit"}
+    decoder: JsonObject | None = None
     match kind:
         case "char":
-            return {"normalizer": normalizer, "pre_tokenizer": None, "decoder": {"type": "Fuse"}}
+            pre_tokenizer, decoder = None, {"type": "Fuse"}
         case "word":
-            return _whitespace_sections(normalizer, None)
+            pass
         case "wordpiece":
-            return _wordpiece_sections(lowercase)
+            # strip_accents would also strip the vowel signs of Indic scripts.
+            normalizer = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True}
+            normalizer |= {"strip_accents": False, "lowercase": lowercase}
+            pre_tokenizer = {"type": "BertPreTokenizer"}
+            # The clean-up of the `tokenizers` library would turn "do not" into "don't".
+            decoder = {"type": "WordPiece", "prefix": CONTINUATION_PREFIX, "cleanup": False}
         case "bpe" if marker == "@@":
-            return _whitespace_sections(normalizer, {"type": "BPEDecoder", "suffix": END_OF_WORD})
+            decoder = {"type": "BPEDecoder", "suffix": END_OF_WORD}
         case "bpe" | "byte" if marker is None:
-            return _byte_level_sections(normalizer, split_words=kind == "bpe")
+            words = split_regex(WORD_PATTERN) if kind == "bpe" else None
+            pre_tokenizer, decoder = component_sequence("pretokenizers", words, byte_level()), byte_level()
         case _:
-            return _word_marker_sections(normalizer)
-
-
-def _byte_level_sections(normalizer: JsonObject | None, split_words: bool) -> JsonObject:
-    words = split_regex(WORD_PATTERN) if split_words else None
-    pre_tokenizer = component_sequence("pretokenizers", words, byte_level())
-    return {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": byte_level()}
-
-
-def _word_marker_sections(normalizer: JsonObject | None) -> JsonObject:
-    """Return sections that put ▁ before a text and in place of its spaces.
-
-    The first word is then segmented like any other, and decoding restores every space.
-    """
-    prepend = {"type": "Prepend", "prepend": WORD_MARKER}
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    return {
-        "normalizer": component_sequence("normalizers", normalizer, prepend, replace_string(" ", WORD_MARKER)),
-        "pre_tokenizer": split_regex(MARKED_WORD_PATTERN),
-        "decoder": component_sequence("decoders", replace_string(WORD_MARKER, " "), {"type": "Fuse"}, strip),
-    }
-
-
-def _whitespace_sections(normalizer: JsonObject | None, decoder: JsonObject | None) -> JsonObject:
-    return {"normalizer": normalizer, "pre_tokenizer": {"type": "WhitespaceSplit"}, "decoder": decoder}
-
-
-def _wordpiece_sections(lowercase: bool) -> JsonObject:
-    return {
-        # strip_accents would also strip the vowel signs of Indic scripts.
-        "normalizer": {
-            "type": "BertNormalizer",
-            "clean_text": True,
-            "handle_chinese_chars": True,
-            "strip_accents": False,
-            "lowercase": lowercase,
-        },
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        # The clean-up of the `tokenizers` library would turn "do not" into "don't".
-        "decoder": {"type": "WordPiece", "prefix": CONTINUATION_PREFIX, "cleanup": False},
-    }
+            # ▁ stands before a text and in place of its spaces, so that the first word is segmented like any other.
+            prepend = {"type": "Prepend", "prepend": WORD_MARKER}
+            normalizer = component_sequence("normalizers", normalizer, prepend, replace_string(" ", WORD_MARKER))
+            pre_tokenizer = split_regex(MARKED_WORD_PATTERN)
+            strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+            decoder = component_sequence("decoders", replace_string(WORD_MARKER, " "), {"type": "Fuse"}, strip)
+    return {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": decoder}
 
 
 # -- regular expressions: those of our own tokenizers and of published ones --------------------------------------------

@@ -33,34 +33,27 @@ def read_tokenizer(path: str | Path | Folder) -> tuple[dict[str, Any], dict[str,
     older vocabulary files such as vocab.txt.
     """
     folder = path if isinstance(path, Folder) else Folder(path)
-    with reading(folder.path):
-        if folder.path.is_dir():
-            return _read_folder(folder)
-        return _read_file(folder.path)
-
-
-def _read_folder(folder: Folder) -> tuple[dict[str, Any], dict[str, Any]]:
-    config = read_tokenizer_config(folder)
-    if folder.has(TOKENIZER_FILE):
-        data = folder.read_json(TOKENIZER_FILE, max_bytes=MAX_FILE_BYTES, max_values=MAX_JSON_VALUES)
-        return validate_tokenizer_json(data, folder.path / TOKENIZER_FILE), config
-    vocabulary = find_vocabulary(folder.path)
-    if vocabulary is None:
-        raise FileError(
-            f"{folder.path} holds no tokenizer, because it has no {TOKENIZER_FILE} and no other vocabulary file"
-        )
-    data, special_tokens = read_vocabulary(folder, vocabulary, config)
-    return validate_tokenizer_json(data, folder.path / vocabulary), special_tokens | config
-
-
-def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    if not path.is_file():
-        raise FileError(f"{path} holds no tokenizer, because there is no such folder or file")
-    if path.suffix == ".gguf":
-        return read_gguf_tokenizer(read_gguf_header(path), path)
-    data = read_json(path, max_bytes=MAX_FILE_BYTES, max_values=MAX_JSON_VALUES)
-    config = read_tokenizer_config(Folder(path.parent)) if path.name == TOKENIZER_FILE else {}
-    return validate_tokenizer_json(data, path), config
+    file = folder.path
+    with reading(file):
+        if not file.is_dir():
+            if not file.is_file():
+                raise FileError(f"{file} holds no tokenizer, because there is no such folder or file")
+            if file.suffix == ".gguf":
+                return read_gguf_tokenizer(read_gguf_header(file), file)
+            data = read_json(file, max_bytes=MAX_FILE_BYTES, max_values=MAX_JSON_VALUES)
+            config = read_tokenizer_config(Folder(file.parent)) if file.name == TOKENIZER_FILE else {}
+            return validate_tokenizer_json(data, file), config
+        config = read_tokenizer_config(folder)
+        if folder.has(TOKENIZER_FILE):
+            data = folder.read_json(TOKENIZER_FILE, max_bytes=MAX_FILE_BYTES, max_values=MAX_JSON_VALUES)
+            return validate_tokenizer_json(data, file / TOKENIZER_FILE), config
+        vocabulary = find_vocabulary(file)
+        if vocabulary is None:
+            raise FileError(
+                f"{file} holds no tokenizer, because it has no {TOKENIZER_FILE} and no other vocabulary file"
+            )
+        data, special_tokens = read_vocabulary(folder, vocabulary, config)
+        return validate_tokenizer_json(data, file / vocabulary), special_tokens | config
 
 
 def read_gguf_tokenizer(header: GgufHeader, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -147,39 +147,33 @@ def _with_companions(
     given_ids: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Add the labels, the token ids and the other fields of the source to those that follow from the configuration."""
-    read = {field for rule in chosen.fields for field in rule.defaults}
-    if companions.model_type == chosen.model_type:
-        fields, ids = _source_fields(fields, chosen, config, companions.fields), given_ids
-    else:  # null unless given, since otherwise transformers takes the ids of a published model
+    known, tied = {field for rule in chosen.fields for field in rule.defaults}, fields["tie_word_embeddings"]
+    if companions.model_type != chosen.model_type:
+        # null unless given, since otherwise transformers takes the ids of a published model
         names = (*TOKEN_ID_FIELDS, *TOKEN_ID_FIELDS_OF_FAMILY.get(config.family, ()))
-        fields = dict.fromkeys(names) | fields
-    fields |= {field: id_ for field, id_ in ids.items() if field not in read}
-    if fields.get(START_FIELD, 0) is None and companions.model_type != chosen.model_type:
-        # it must be a number; `generate` starts with the same one
-        fields[START_FIELD] = 0 if fields.get("pad_token_id") is None else fields["pad_token_id"]
+        fields = dict.fromkeys(names) | fields | {field: id_ for field, id_ in ids.items() if field not in known}
+        if fields.get(START_FIELD, 0) is None:
+            # it must be a number; `generate` starts with the same one
+            fields[START_FIELD] = 0 if fields.get("pad_token_id") is None else fields["pad_token_id"]
+    else:
+        # The source may say the same in another way, and has the fields that change no output.
+        (class_name,), source = fields["architectures"], dict(companions.fields)
+        if config.head is not None and config.head.kind in VOCABULARY_HEADS:
+            source["tie_word_embeddings"] = tied
+        try:
+            read = chosen.build_config(chosen.config_tree(source, class_name), source, tied=tied)
+            same = find_family(source)[1] == class_name and config_difference(config, read) is None
+        except (ConfigError, FileError):
+            same = False
+        if same:
+            fields = source | {"architectures": [class_name]}
+        else:
+            replaced = known | {*chosen.field_aliases}
+            kept = {name: x for name, x in source.items() if name not in replaced and is_harmless(name, x)}
+            fields = kept | fields
+        fields |= {field: id_ for field, id_ in given_ids.items() if field not in known}
     labels = companions.labels_for(config)
     return fields | (label_fields(labels) if labels else {})
-
-
-def _source_fields(
-    fields: dict[str, Any], chosen: Family, config: ModelConfig, source: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the fields of the source if they still say what the model is, else `fields` and those that no rule reads.
-
-    Both say the same; but the source may say it in another way, and has the fields that change no output.
-    """
-    class_name, tied = fields["architectures"][0], fields["tie_word_embeddings"]
-    has_vocabulary_head = config.head is not None and config.head.kind in VOCABULARY_HEADS
-    source = dict(source) | ({"tie_word_embeddings": tied} if has_vocabulary_head else {})
-    try:
-        read = chosen.build_config(chosen.config_tree(source, class_name), source, tied=tied)
-        same = find_family(source)[1] == class_name and config_difference(config, read) is None
-    except (ConfigError, FileError):
-        same = False
-    if same:
-        return source | {"architectures": [class_name]}
-    known = {name for rule in chosen.fields for name in rule.defaults} | {*chosen.field_aliases}
-    return {name: value for name, value in source.items() if name not in known and is_harmless(name, value)} | fields
 
 
 # -- equivalent configurations -----------------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ from monoblock.interop.huggingface.field_rules import (
     FieldRule,
     check_fields,
     config_difference,
+    config_to_tree,
     is_harmless,
     read_fields,
     resolve_sizes,
     tree_to_config,
-    write_fields,
 )
 from monoblock.interop.rename import Rule
 
@@ -114,8 +114,9 @@ class Family:
         tied = config.tie in ("output", "three_way")
         fields = {"architectures": [class_name], "model_type": self.model_type, "tie_word_embeddings": tied}
         try:
-            written = write_fields(self.fields, resolve_sizes(config))
-            fields |= {name: value for name, value in written.items() if value is not MISSING}
+            tree = config_to_tree(resolve_sizes(config))
+            for rule in self.fields:
+                fields |= {name: value for name, value in rule.write(tree).items() if value is not MISSING}
             read_back = self.build_config(self.config_tree(fields, class_name), fields, tied=tied)
         except (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, StopIteration) as error:
             raise ConfigError(f"the model's structure differs from that of {self.model_type} models") from error

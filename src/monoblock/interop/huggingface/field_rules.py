@@ -311,11 +311,3 @@ def read_fields(
             values = ", ".join(f"{name}={short_repr(fields[name])}" for name in rule.defaults)
             raise ConfigError(f"{values} is not valid: {' '.join(str(error).split())[:80]}") from None
     return tree
-
-
-def write_fields(rules: Sequence[FieldRule], config: ModelConfig) -> dict[str, Any]:
-    """Convert our configuration to the fields of a config.json."""
-    tree, fields = config_to_tree(config), dict[str, Any]()
-    for rule in rules:
-        fields.update(rule.write(tree))
-    return fields

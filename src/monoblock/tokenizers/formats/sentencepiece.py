@@ -88,10 +88,29 @@ def _iterate_fields(raw: bytes) -> Iterator[tuple[int, Any]]:
         offset += size
 
 
+# Field numbers of the protocol buffer.
+TRAINER_FIELDS = {3: "model_type", 24: "suffix", 35: "byte_fallback"}
+NORMALIZER_FIELDS = {2: "charsmap", 3: "dummy_prefix", 4: "collapse"}
+BOOLEAN_FIELDS = ("suffix", "byte_fallback", "dummy_prefix", "collapse")
+
+
 def parse_model(raw: bytes, where: str) -> SentencePieceModel:
     """Parse the content of a tokenizer.model; errors call the file `where`."""
+    pieces, scores, types, options = list[str](), list[float](), list[int](), dict[str, Any]()
     try:
-        return _validate(_parse_protobuf(raw))
+        for number, value in _iterate_fields(raw):
+            if number == 1:
+                piece, score, kind = _parse_piece(value)
+                pieces.append(piece)
+                scores.append(score)
+                types.append(kind)
+                if len(pieces) > MAX_PIECES:
+                    raise ValueError(f"it has more than {MAX_PIECES:,} pieces")
+            elif number in (2, 3):
+                names = TRAINER_FIELDS if number == 2 else NORMALIZER_FIELDS
+                options |= {names[inner]: content for inner, content in _iterate_fields(value) if inner in names}
+        options |= {name: bool(options[name]) for name in BOOLEAN_FIELDS if name in options}
+        return _validate(SentencePieceModel(pieces=pieces, scores=scores, types=types, **options))
     except (ValueError, IndexError, struct.error, TypeError, UnicodeDecodeError) as problem:
         raise FileError(f"{where} is not a SentencePiece model: {' '.join(str(problem).split())[:100]}") from None
 
@@ -102,32 +121,6 @@ def validate(model: SentencePieceModel, where: str) -> SentencePieceModel:
         return _validate(model)
     except ValueError as problem:
         raise FileError(f"{where} has no valid SentencePiece model: {problem}") from None
-
-
-# Field numbers of the protocol buffer.
-TRAINER_FIELDS = {3: "model_type", 24: "suffix", 35: "byte_fallback"}
-NORMALIZER_FIELDS = {2: "charsmap", 3: "dummy_prefix", 4: "collapse"}
-BOOLEAN_FIELDS = ("suffix", "byte_fallback", "dummy_prefix", "collapse")
-
-
-def _parse_protobuf(raw: bytes) -> SentencePieceModel:
-    rows: list[tuple[str, float, int]] = []
-    options: dict[str, Any] = {}
-    for number, value in _iterate_fields(raw):
-        if number == 1:
-            rows.append(_parse_piece(value))
-            if len(rows) > MAX_PIECES:
-                raise ValueError(f"it has more than {MAX_PIECES:,} pieces")
-        elif number in (2, 3):
-            names = TRAINER_FIELDS if number == 2 else NORMALIZER_FIELDS
-            options |= {names[inner]: content for inner, content in _iterate_fields(value) if inner in names}
-    options |= {name: bool(options[name]) for name in BOOLEAN_FIELDS if name in options}
-    return SentencePieceModel(
-        pieces=[piece for piece, _, _ in rows],
-        scores=[score for _, score, _ in rows],
-        types=[kind for _, _, kind in rows],
-        **options,
-    )
 
 
 def _parse_piece(raw: bytes) -> tuple[str, float, int]:
@@ -187,22 +180,26 @@ def to_sections(
     decoders += [{"type": "ByteFallback"}] if model.byte_fallback else []
     decoders += [{"type": "Fuse"}]
     decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if model.dummy_prefix else []
+    if model.model_type == BPE:
+        converted = bpe_model(
+            {piece: number for number, piece in enumerate(model.pieces)},
+            build_merges(model),
+            unk_token=model.pieces[model.unknown],
+            fuse_unk=True,
+            byte_fallback=model.byte_fallback,
+        )
+    else:
+        # The library would also match special pieces such as "</s>" in a text; a very low score prevents that.
+        low = min(model.scores) - 100
+        rows = zip(model.pieces, model.scores, model.types, strict=True)
+        vocab = [[piece, score if kind in (NORMAL, USER_DEFINED) else low] for piece, score, kind in rows]
+        converted = {"type": "Unigram", "unk_id": model.unknown, "vocab": vocab, "byte_fallback": model.byte_fallback}
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
         "pre_tokenizer": metaspace if prefix_first_only else None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _bpe_model(model) if model.model_type == BPE else _unigram_model(model),
+        "model": converted,
     }
-
-
-def _bpe_model(model: SentencePieceModel) -> JsonObject:
-    return bpe_model(
-        {piece: number for number, piece in enumerate(model.pieces)},
-        build_merges(model),
-        unk_token=model.pieces[model.unknown],
-        fuse_unk=True,
-        byte_fallback=model.byte_fallback,
-    )
 
 
 def build_merges(model: SentencePieceModel) -> list[list[str]]:
@@ -219,11 +216,3 @@ def build_merges(model: SentencePieceModel) -> list[list[str]]:
                 merges.append((-model.scores[number], number, left, right))
     merges.sort()
     return [[model.pieces[left], model.pieces[right]] for _, _, left, right in merges]
-
-
-def _unigram_model(model: SentencePieceModel) -> JsonObject:
-    # The library would also match special pieces such as "</s>" in a text; with a very low score they are never chosen.
-    low = min(model.scores) - 100
-    rows = zip(model.pieces, model.scores, model.types, strict=True)
-    vocab = [[piece, score if kind in (NORMAL, USER_DEFINED) else low] for piece, score, kind in rows]
-    return {"type": "Unigram", "unk_id": model.unknown, "vocab": vocab, "byte_fallback": model.byte_fallback}
