@@ -24,8 +24,15 @@ from monoblock.config.schema import from_dict, to_dict
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.interop.huggingface.export import choose_family
 from monoblock.interop.model_folder import write_labels
-from monoblock.interop.rename import CONV1D, CONV1D_QKV, TensorMapping, map_weights, same_names
-from monoblock.interop.weights import SafetensorsWeights, build_on_meta, commit_file, write_safetensors
+from monoblock.interop.rename import CONV1D, CONV1D_QKV, map_weights
+from monoblock.interop.weights import (
+    SafetensorsWeights,
+    TensorMapping,
+    build_on_meta,
+    commit_file,
+    same_names,
+    write_safetensors,
+)
 from monoblock.nn.arguments import check_model
 from monoblock.nn.heads import Head
 from monoblock.nn.lora import LoraLinear, linear_shape, lora_layers, replace_module

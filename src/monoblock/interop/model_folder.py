@@ -340,8 +340,7 @@ def load_model(
 
 
 def _load_own(cls: type[T], folder: ModelFolder, *, dtype: torch.dtype, device: str, mesh: DeviceMesh | None) -> T:
-    from monoblock.interop.rename import same_names
-    from monoblock.interop.weights import WeightReader, build_on_meta, check_names, read_weights
+    from monoblock.interop.weights import WeightReader, build_on_meta, check_names, read_weights, same_names
 
     if folder.ignore_fields:
         raise InputError(f"{folder.path} was written by monoblock, which has no fields to ignore; drop ignore_fields")

@@ -20,24 +20,7 @@ from torch import Tensor
 
 from monoblock.config.model import AttentionConfig, ModelConfig
 from monoblock.errors import FileError
-
-Tensors = Sequence[Tensor]
-
-
-class AttentionShape(NamedTuple):
-    """The sizes of an attention layer, which a transform needs to split or join its weights."""
-
-    heads: int = 1
-    kv_heads: int = 1
-    key_dim: int = 1
-    value_dim: int = 1
-
-
-class TensorTransform(NamedTuple):
-    """A function that converts the tensors of a family to ours, and its inverse."""
-
-    to_ours: Callable[[Tensors, AttentionShape], Tensors]
-    to_theirs: Callable[[Tensors, AttentionShape], Tensors]
+from monoblock.interop.weights import AttentionShape, TensorMapping, Tensors, TensorTransform
 
 
 class Rule(NamedTuple):
@@ -46,26 +29,6 @@ class Rule(NamedTuple):
     ours: str  # one name, or several separated by spaces
     theirs: str
     transform: TensorTransform | None = None  # None if the tensor is the same
-
-
-class TensorMapping(NamedTuple):
-    """A rule applied to one layer of one model: our names, the family's names and the transform between them."""
-
-    ours: tuple[str, ...]
-    theirs: tuple[str, ...]
-    transform: TensorTransform | None
-    shape: AttentionShape
-
-    def load(self, tensors: Tensors) -> Tensors:
-        return tensors if self.transform is None else self.transform.to_ours(tensors, self.shape)
-
-    def save(self, tensors: Tensors) -> Tensors:
-        return tensors if self.transform is None else self.transform.to_theirs(tensors, self.shape)
-
-
-def same_names(names: Iterable[str]) -> list[TensorMapping]:
-    """Return the mappings of weights that are stored under our names."""
-    return [TensorMapping((name,), (name,), None, AttentionShape()) for name in names]
 
 
 # -- transforms -------------------------------------------------------------------------------------------------------

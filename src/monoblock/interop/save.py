@@ -31,8 +31,7 @@ from monoblock.interop.model_folder import (
     format_config,
     parse_dtype,
 )
-from monoblock.interop.rename import same_names
-from monoblock.interop.weights import INDEX_FILE, MAX_SHARD_SIZE, WEIGHTS_FILE, save_weights
+from monoblock.interop.weights import INDEX_FILE, MAX_SHARD_SIZE, WEIGHTS_FILE, same_names, save_weights
 from monoblock.quantization.convert import merge_adapters
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted_files import MB, read_bytes, safe_folder, safe_join, write_atomically

@@ -34,8 +34,6 @@ from monoblock.untrusted_files import MB, Folder, open_to_write, parse_json, saf
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from monoblock.interop.rename import TensorMapping
-
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -249,6 +247,47 @@ def _open_shards(folder: Folder) -> SafetensorsWeights:
     if extra is not None:
         raise FileError(f"{index} does not list {short_repr(extra)}, but {weights.file_of[extra].name} contains it")
     return weights
+
+
+# -- under which names weights are stored -----------------------------------------------------------------------------
+
+Tensors = Sequence[Tensor]
+
+
+class AttentionShape(NamedTuple):
+    """The sizes of an attention layer, which a transform needs to split or join its weights."""
+
+    heads: int = 1
+    kv_heads: int = 1
+    key_dim: int = 1
+    value_dim: int = 1
+
+
+class TensorTransform(NamedTuple):
+    """A function that converts the tensors of a family to ours, and its inverse."""
+
+    to_ours: Callable[[Tensors, AttentionShape], Tensors]
+    to_theirs: Callable[[Tensors, AttentionShape], Tensors]
+
+
+class TensorMapping(NamedTuple):
+    """A rule applied to one layer of one model: our names, the family's names and the transform between them."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    transform: TensorTransform | None
+    shape: AttentionShape
+
+    def load(self, tensors: Tensors) -> Tensors:
+        return tensors if self.transform is None else self.transform.to_ours(tensors, self.shape)
+
+    def save(self, tensors: Tensors) -> Tensors:
+        return tensors if self.transform is None else self.transform.to_theirs(tensors, self.shape)
+
+
+def same_names(names: Iterable[str]) -> list[TensorMapping]:
+    """Return the mappings of weights that are stored under our names."""
+    return [TensorMapping((name,), (name,), None, AttentionShape()) for name in names]
 
 
 # -- reading the weights of a model ------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from monoblock.errors import ConfigError
 from monoblock.interop.huggingface.family import LM_HEAD, Family
 from monoblock.interop.huggingface.field_converters import constant, field, fixed_field, head_dim_of
 from monoblock.interop.huggingface.field_rules import ConfigTree, FieldRule, get_value, resolve_sizes
-from monoblock.interop.rename import QKV_ROWS, AttentionShape, Rule, TensorTransform, qkv_names
+from monoblock.interop.rename import QKV_ROWS, Rule, qkv_names
+from monoblock.interop.weights import AttentionShape, TensorTransform
 from monoblock.nn.positions import rotary_frequencies
 
 BLOCK, ATTN, FFN = "decoder.*", "decoder.*.attention", "decoder.*.feedforward"

@@ -19,9 +19,9 @@ from monoblock.interop.rename import (
     STACK,
     TRANSPOSE_EXPERTS,
     Rule,
-    TensorTransform,
     qkv_names,
 )
+from monoblock.interop.weights import TensorTransform
 
 Rules = tuple[Rule, ...]
 PROJECTIONS = ("query", "key", "value", "output")
