@@ -43,9 +43,9 @@ from monoblock.inference.pages import default_max_rows
 from monoblock.inference.settings import Settings
 from monoblock.kernels.gpu_beams import attend_beams, attend_source, best_tokens
 from monoblock.nn.attention import attend
-from monoblock.recipes.parse import read_toml
 from monoblock.runs.evaluate import evaluate
 from monoblock.runs.load import load
+from monoblock.runs.recipe import read_toml
 
 RESULTS = Path(__file__).with_name("results") / "beam-h200.md"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

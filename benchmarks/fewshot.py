@@ -46,9 +46,9 @@ def evaluate_shots(pipe: Pipeline, rows: Any, train: Any, shots: int, seed: int,
     template = PromptTemplate(TEMPLATES["reviews"], LABELS)
     examples = sample_balanced(train, template.labels, shots, seed)
     start = time.perf_counter()
-    scores = score_labels(pipe.loaded, template, examples, [row.text for row in rows], batch=batch)
+    scores = score_labels(pipe, template, examples, [row.text for row in rows], batch=batch)
     seconds = time.perf_counter() - start
-    calibrated = calibrate_scores(scores, score_content_free(pipe.loaded, template, examples))
+    calibrated = calibrate_scores(scores, score_content_free(pipe, template, examples))
     predicted_positive = (scores.argmax(-1) == template.labels.index("positive")).double().mean()
     return {
         "plain": accuracy(scores, rows, template.labels),

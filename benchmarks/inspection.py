@@ -18,10 +18,7 @@ import torch
 from _report import print_report
 
 import monoblock as mb
-from monoblock.runs.inspect.attention import coreference_part
-from monoblock.runs.inspect.inputs import encode_input
-from monoblock.runs.inspect.measurements import probes_part
-from monoblock.runs.inspect.part import Request
+from monoblock.runs.inspect import Request, coreference_part, encode_input, probes_part
 
 TEXT = "The animal didn't cross the street because it was too tired."
 

@@ -18,7 +18,7 @@ import torch
 from _report import print_report
 
 import monoblock as mb
-from monoblock.runs.inspect.prune import prune_model
+from monoblock.runs.prune import prune_model
 
 SMOKE = {"train.steps": 2, "train.eval_batches": 1, "train.save_every": 1}
 HEADER = ["kept", "ranked by", "rounds", "heads", "parameters", "logits vs. masked heads"]

@@ -28,8 +28,7 @@ from monoblock.recipes.schema import Recipe
 from monoblock.runs.recipe import read_recipe
 from monoblock.runs.run import Run
 from monoblock.runs.train import prepare_run
-from monoblock.tasks.running_text import build_test_data
-from monoblock.tasks.task_data import validate
+from monoblock.tasks.task_data import build_test_data, validate
 from monoblock.training.collate import TensorBatch
 from monoblock.training.events import EvaluationEvent, SkippedUpdateEvent, StepEvent
 from monoblock.training.loss import CrossEntropyLoss

@@ -219,7 +219,7 @@ def test_no_state_is_hidden(file):
         ("kernels.cpu.library", "from monoblock.errors import KernelError"),
         ("training.trainer", "from monoblock.inference import beam"),
         ("inspection.trace", "from monoblock.training import trainer"),
-        ("recipes.parse", "from monoblock.tasks import table"),
+        ("recipes.schema", "from monoblock.tasks import table"),
         ("config.model", "import numpy"),
         ("accounting.flops", "import torch.nn"),
     ],

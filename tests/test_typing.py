@@ -28,7 +28,7 @@ import monoblock as mb
 from monoblock.accounting.report import Account
 from monoblock.inspection.trace import Trace
 from monoblock.runs.pipeline import Pipeline
-from monoblock.tasks.labels import Prediction
+from monoblock.tasks.classification import Prediction
 from monoblock.tasks.loaded_model import Hypothesis
 from monoblock.tasks.masked_lm import FilledText
 from monoblock.tasks.question_answering import AnswerSpan

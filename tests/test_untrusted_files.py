@@ -19,7 +19,7 @@ from monoblock.interop.save import save_model
 from monoblock.nn.lora import add_lora
 from monoblock.runs.load import load
 from monoblock.runs.recipe import parse_recipe, read_recipe
-from monoblock.tasks.image_inputs import read_pixels
+from monoblock.tasks.images import read_pixels
 from monoblock.training import checkpoint, resume_state
 from monoblock.untrusted_files import parse_json, parse_toml, read_text, reading, write_atomically
 

@@ -24,7 +24,7 @@ from monoblock.interop.model_folder import read_any_config
 from monoblock.interop.save import save_model
 from monoblock.nn.lora import add_lora
 from monoblock.runs.recipe import read_recipe
-from monoblock.tasks.image_inputs import read_pixels
+from monoblock.tasks.images import read_pixels
 from monoblock.training import checkpoint, resume_state
 
 TEXTS = [

@@ -76,8 +76,8 @@ from monoblock.runs.load import load as load
 from monoblock.runs.pipeline import Pipeline as Pipeline
 from monoblock.runs.run import Run as Run
 from monoblock.runs.train import train as train
+from monoblock.tasks.classification import Prediction as Prediction
 from monoblock.tasks.evaluation_report import Evaluation as Evaluation
-from monoblock.tasks.labels import Prediction as Prediction
 from monoblock.tasks.task import Task as Task
 from monoblock.tasks.task_data import TaskData as TaskData, TaskInputs as TaskInputs
 from monoblock.tokenizers.tokenizer import Tokenizer as Tokenizer

@@ -13,7 +13,7 @@ from monoblock.config.model import RecurrentConfig
 from monoblock.data.batches import ContiguousBatchPlan
 from monoblock.data.encode import IGNORE_INDEX
 from monoblock.data.token_folder import TokenDataset
-from monoblock.tasks.running_text import iterate_lanes
+from monoblock.tasks.task_data import iterate_lanes
 
 
 def rows(ids, block):

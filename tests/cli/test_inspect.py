@@ -188,7 +188,7 @@ def test_errors_are_one_line(folders, run_verb, monkeypatch, tmp_path, arguments
 
 
 def test_weights_that_take_too_much_memory_are_refused(folders, run_verb, monkeypatch, tmp_path):
-    monkeypatch.setattr("monoblock.runs.inspect.attention.MAX_WEIGHT_BYTES", 50)
+    monkeypatch.setattr("monoblock.runs.inspect.MAX_WEIGHT_BYTES", 50)
     code, _, err = run_verb(["inspect", folders / "decoder", "And the sons", "--out", tmp_path / "a.png"])
     assert code == 1
     assert "the attention weights of 2 layers on" in err

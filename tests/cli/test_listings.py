@@ -16,8 +16,8 @@ from monoblock.config.families import bart, llama, vit
 from monoblock.config.field_description import REQUIRED, describe_fields, field_comments
 from monoblock.config.knobs import KNOBS, list_knobs, read_knob
 from monoblock.experiments.library import EXPERIMENTS
-from monoblock.recipes.parse import SECTIONS, list_recipes
 from monoblock.recipes.schema import list_sections
+from monoblock.runs.recipe import SECTIONS, list_recipes
 from monoblock.tasks.table import TASKS
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -22,7 +22,7 @@ from monoblock.experiments.training import training_metrics
 from monoblock.model import Transformer
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.running_text import unigram_loss
+from monoblock.tasks.task_data import unigram_loss
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 

@@ -12,8 +12,7 @@ from monoblock.experiments.claims import CLAIMS
 from monoblock.experiments.library import EXPERIMENTS, load_experiment, recurrence
 from monoblock.experiments.results import read_results
 from monoblock.experiments.runner import plan_trials
-from monoblock.recipes.parse import parse_value
-from monoblock.runs.recipe import build_model_config, read_recipe
+from monoblock.runs.recipe import build_model_config, parse_value, read_recipe
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 QUICK = ("scale", "attention-memory", "tying")

@@ -23,7 +23,7 @@ from monoblock.inspection.pruning import (
     prunable_layers,
     rank_heads,
 )
-from monoblock.runs.inspect.attention import describe_best_heads
+from monoblock.runs.inspect import describe_best_heads
 
 T = 7
 

@@ -14,7 +14,7 @@ from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.nn.interpolate_positions import interpolate_grid
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import read_recipe
-from monoblock.tasks.image_inputs import read_pixels
+from monoblock.tasks.images import read_pixels
 
 SIZES = {"image": 12, "patch": 4, "width": 20, "depth": 2, "heads": 2, "classes": 7}
 

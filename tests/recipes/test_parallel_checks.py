@@ -4,8 +4,7 @@ import pytest
 from training_support import run_command
 
 from monoblock.errors import ConfigError
-from monoblock.recipes.parse import KEY_STRATEGIES, check_parallel, list_unused_keys
-from monoblock.runs.recipe import read_recipe
+from monoblock.runs.recipe import KEY_STRATEGIES, check_parallel, list_unused_keys, read_recipe
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tp", "fsdp+tp", "pp"])

@@ -20,9 +20,8 @@ from monoblock.data.corpora import docstrings
 from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint, load_corpus
 from monoblock.errors import ConfigError
 from monoblock.interop.model_folder import load_model
-from monoblock.recipes.parse import list_recipes
 from monoblock.runs.build_data import build_task_data
-from monoblock.runs.recipe import build_model_config, read_recipe, task_of_recipe
+from monoblock.runs.recipe import build_model_config, list_recipes, read_recipe, task_of_recipe
 from monoblock.tasks.table import TASKS
 from monoblock.tasks.task_data import validate
 from monoblock.training.loss import CrossEntropyLoss
@@ -44,7 +43,7 @@ def _restore_determinism():
 @pytest.fixture
 def short_validation(monkeypatch):
     """Truncate validation splits, read every corpus once, and docstrings of two packages instead of six."""
-    for module in ("data.corpora.load", "tasks.splits"):
+    for module in ("data.corpora.load", "tasks.task"):
         monkeypatch.setattr(f"monoblock.{module}.load_corpus", load_short_corpus)
     monkeypatch.setattr("monoblock.data.corpora.docstrings.PACKAGES", ("networkx", "numpy"))
     docstrings._read_split.cache_clear()

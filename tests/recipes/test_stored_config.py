@@ -5,7 +5,7 @@ import pytest
 from monoblock.config.families import bert, vit
 from monoblock.config.model import HeadConfig
 from monoblock.errors import ConfigError
-from monoblock.recipes.model_config import adapt_config
+from monoblock.runs.recipe import adapt_config
 
 BERT = bert(vocab=61, width=12, depth=1, heads=3, context=37, head="masked_lm")
 VIT = vit(image=6, patch=2, width=12, depth=1, heads=3, classes=5)

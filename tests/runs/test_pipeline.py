@@ -308,7 +308,7 @@ def test_an_input_that_is_no_text_is_one_line(causal_pipe, method):
 
 
 def test_a_sampling_option_that_a_greedy_folder_would_ignore_is_refused(causal_pipe):
-    greedy = replace(causal_pipe, loaded=replace(causal_pipe.loaded, defaults=GenerationDefaults({"temperature": 0.0})))
+    greedy = replace(causal_pipe, defaults=GenerationDefaults({"temperature": 0.0}))
     with pytest.raises(InputError, match="write temperature=1 too"):
         greedy.generate("In the", top_k=5)
     assert isinstance(greedy.generate("In the", top_k=5, temperature=1, max_new_tokens=2), str)

@@ -4,9 +4,8 @@ import pytest
 
 import monoblock as mb
 from monoblock.errors import ConfigError
-from monoblock.runs.build_data import build_task_data
+from monoblock.runs.build_data import MAX_CHARACTERS, build_task_data, unknown_share
 from monoblock.runs.recipe import parse_recipe
-from monoblock.tasks.tokenizer_checks import MAX_CHARACTERS, unknown_share
 
 ENGLISH = "the king went up to the land of the north and came down again"
 GERMAN = "Ärger über größere Häuser führt zu süßen Träumen"

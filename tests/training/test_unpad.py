@@ -19,8 +19,7 @@ from monoblock.config.knobs import vary
 from monoblock.data.encode import IGNORE_INDEX
 from monoblock.errors import ConfigError
 from monoblock.model import Transformer
-from monoblock.recipes.parse import check_parallel
-from monoblock.runs.recipe import read_recipe
+from monoblock.runs.recipe import check_parallel, read_recipe
 from monoblock.training.collate import (
     NUM_FILL,
     SpecialTokenIds,

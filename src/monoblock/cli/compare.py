@@ -102,7 +102,7 @@ class Compare:
 
 def _split_overrides(words: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Split `key=value` arguments into options of the experiment, and overrides of the recipe (keys with a dot)."""
-    from monoblock.recipes.parse import parse_value
+    from monoblock.runs.recipe import parse_value
 
     values: dict[str, Any] = {}
     overrides = []

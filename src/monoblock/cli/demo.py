@@ -88,10 +88,9 @@ class Demo:
 def _train_demo(folder: Path, seed: int, *, resume: bool) -> dict[str, Any]:
     from monoblock.cli.training import print_continuation, run_training
     from monoblock.parallel.world import SINGLE_PROCESS
-    from monoblock.recipes.parse import recipe_path
     from monoblock.runs.account import account
     from monoblock.runs.diagnose import diagnose
-    from monoblock.runs.recipe import read_recipe
+    from monoblock.runs.recipe import read_recipe, recipe_path
 
     recipe = read_recipe(recipe_path(folder)) if resume else read_recipe("demo", [f"train.seed={seed}"])
     run, last, code = run_training(recipe, folder, None, SINGLE_PROCESS, resume=resume)
@@ -113,7 +112,7 @@ def _train_demo(folder: Path, seed: int, *, resume: bool) -> dict[str, Any]:
 
 def save_attention_map(folder: Path) -> str:
     """Draw which tokens every head of the model in a folder attends to."""
-    from monoblock.runs.inspect.picture import save_attention
+    from monoblock.runs.inspect import save_attention
 
     return str(save_attention(folder, ATTENTION_TEXT, folder / "attention.png"))
 

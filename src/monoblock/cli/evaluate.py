@@ -132,7 +132,7 @@ class Evaluate(ModelVerb):
         """Raise ConfigError for an option that has no effect on this model."""
         from monoblock.plots.figure import check_plot_path
 
-        method = pipe.loaded.prediction_method
+        method = pipe.prediction_method
         if self.stride is not None and (method or pipe.model.config.family == "encoder-decoder"):
             raise ConfigError("--stride is for models that predict the next token, and this is not one; leave it out")
         if self.picture is not None:
@@ -168,7 +168,7 @@ class Evaluate(ModelVerb):
                 raise ConfigError(f"--label {label} has no word for the label; write LABEL=WORD, as in 1=positive")
             words[label] = word
         return evaluate_few_shot(
-            pipe.loaded,
+            pipe,
             request,
             [int(count) for count in counts],
             template=self.template.replace("\\n", "\n").replace("\\t", "\t") if self.template else None,

@@ -13,7 +13,7 @@ from monoblock.cli.verb import argument, data_folder_option, option, resolve_dat
 from monoblock.errors import ConfigError, FileError, did_you_mean
 
 if TYPE_CHECKING:
-    from monoblock.runs.inspect.part import Part, Request
+    from monoblock.runs.inspect import Part, Request
 
 WITH_TEXT = ("attention", "heads", "lens", "norms")
 WITHOUT_TEXT = ("scores", "positions", "masks", "parameters", "coreference", "profile", "probes")
@@ -78,9 +78,7 @@ class Inspect(ModelVerb):
             # A page has pictures inside, which are PNG.
             check_plot_path(out.with_suffix(".png") if is_page else out, formats=".html, .png, .svg or .pdf")
         pipe = self.load(interpolate=self.interpolate)
-        from monoblock.runs.inspect.inputs import encode_input, transformer_of
-        from monoblock.runs.inspect.part import Request
-        from monoblock.runs.inspect.parts import PARTS, default_parts
+        from monoblock.runs.inspect import PARTS, Request, default_parts, encode_input, transformer_of
 
         if pipe.tokenizer is None and self.text is None:
             raise ConfigError("this model reads images; give the path of an image as TEXT")

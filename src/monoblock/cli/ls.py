@@ -15,7 +15,7 @@ from monoblock.cli.output import echo, print_json, print_table, suggest_next
 from monoblock.cli.verb import argument, json_option
 from monoblock.config.field_description import REQUIRED, list_choices, type_words
 from monoblock.errors import ConfigError, did_you_mean
-from monoblock.recipes.parse import RECIPE_FILE, recipe_path
+from monoblock.runs.recipe import RECIPE_FILE, recipe_path
 from monoblock.untrusted_files import reading
 
 Record = dict[str, Any]
@@ -27,9 +27,8 @@ NARROW_COLUMNS = ("type", "default", "paper")  # on a terminal, these leave room
 
 def _list_recipes() -> list[Record]:
     from monoblock.accounting.report import account
-    from monoblock.recipes.parse import list_recipes
     from monoblock.runs.account import config_of_recipe
-    from monoblock.runs.recipe import read_recipe
+    from monoblock.runs.recipe import list_recipes, read_recipe
 
     rows = []
     for name in list_recipes():

@@ -170,7 +170,7 @@ def measure_loss(
     import torch.nn.functional as F
 
     from monoblock.data.token_folder import TokenDataset
-    from monoblock.tasks.running_text import iterate_windows
+    from monoblock.tasks.task_data import iterate_windows
 
     tokens = TokenDataset.from_documents(documents, model.config.input.vocab)
     context, total, count = min(model.config.context or MAX_WINDOW, MAX_WINDOW), 0.0, 0
@@ -219,7 +219,7 @@ class Prune:
             raise ConfigError("give either --remove N or --keep F, as in --keep 0.5")
         check_empty(self.out)
         from monoblock.interop.model_folder import resolve_model_path
-        from monoblock.runs.inspect.prune import prune_model
+        from monoblock.runs.prune import prune_model
 
         with ProgressBar("passes") as progress:
             result = prune_model(

@@ -107,7 +107,7 @@ class LinePredictor:
     def __init__(self, pipe: Pipeline, options: Predict) -> None:
         self.pipe, self.options, self.has_noted_pairs = pipe, options, False
         self.is_vision = pipe.tokenizer is None
-        self.method = "embed" if options.embed or options.nearest is not None else pipe.loaded.prediction_method
+        self.method = "embed" if options.embed or options.nearest is not None else pipe.prediction_method
         if self.method not in FORMATS:
             model = options.model
             if self.method == "predict":

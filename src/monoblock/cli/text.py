@@ -251,7 +251,7 @@ class Translate(ModelVerb):
             score = None if hypothesis.score is None else round(hypothesis.score, SCORE_DECIMALS)
             row: dict[str, Any] = {"text": hypothesis.text, "score": score}
             if self.alignment:
-                row["alignment"] = format_pharaoh(align(pipe.loaded, source, hypothesis.text, self.to))
+                row["alignment"] = format_pharaoh(align(pipe, source, hypothesis.text, self.to))
             rows.append(row)
         if self.as_json:
             echo(dump_json({"source": source, "hypotheses": rows}))
@@ -307,7 +307,7 @@ class Backtranslate(ModelVerb):
         pipe = self.load()
         given = {"num_beams": self.num_beams, "top_k": self.top_k}
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        pairs = backtranslate(pipe.loaded, sentences, method, seed=self.seed, batch=self.batch_size, **options)
+        pairs = backtranslate(pipe, sentences, method, seed=self.seed, batch=self.batch_size, **options)
         with ProgressBar("lines") as progress:
             count, skipped = write_pairs(self.out, progress.count(pairs))
         note = f"; skipped {skipped:,} lines that are empty or longer than the context" if skipped else ""
@@ -325,7 +325,7 @@ class Backtranslate(ModelVerb):
 
 def read_lines(texts: Sequence[str] = (), file: Path | None = None) -> Iterator[str]:
     """Yield the lines of `texts` if there are any, else of `file` if it is given, else of standard input."""
-    from monoblock.tasks.text_splitting import decode_lines
+    from monoblock.tasks.input_template import decode_lines
 
     if texts:
         for text in texts:

@@ -91,7 +91,7 @@ class Train:
         """Run this command again in several processes, and return the exit code."""
         from monoblock.accounting.parallel import pipeline_size, tensor_size
         from monoblock.parallel.launch import launch
-        from monoblock.recipes.parse import check_parallel
+        from monoblock.runs.recipe import check_parallel
         from monoblock.runs.run_folder import check_run_folder
 
         if "LOCAL_RANK" in os.environ:
@@ -114,7 +114,7 @@ class Train:
         """Train in this process, alone or as one of those that torchrun has started."""
         from monoblock.parallel.faults import is_restarted, log_output, stop_with_launcher
         from monoblock.parallel.world import defer_worker_errors
-        from monoblock.recipes.parse import list_unused_keys
+        from monoblock.runs.recipe import list_unused_keys
         from monoblock.runs.run_folder import has_run
 
         resume = self.resume or (is_restarted(os.environ) and has_run(folder))

@@ -1,8 +1,8 @@
 """The sections of a recipe: every key with its default and its meaning.
 
-A recipe says which model is trained, on which data and how. It is written as TOML (parse.py reads it) and stored as
-recipe.toml in the run folder. A task may add a section of its own, such as [question_answering], which is defined in
-tasks/*/section.py.
+A recipe says which model is trained, on which data and how. It is written as TOML (runs/recipe.py reads it) and stored
+as recipe.toml in the run folder. A task may add a section of its own, such as [question_answering], which is defined
+beside the task.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from monoblock.accounting.memory import Optimizer
 from monoblock.config.families import bart, bert, gpt, llama, t5, vaswani, vit
@@ -38,34 +38,6 @@ MODEL_SOURCES = {
     "family": f"a family of architectures, whose sizes are further keys: {', '.join(FAMILIES)}, or lstm",
     "folder": "start from the weights in this run folder, Hugging Face folder or GGUF file",
 }
-
-
-class TaskKeys(Protocol):
-    """The part of a task (tasks/task.py) that a recipe depends on."""
-
-    @property
-    def name(self) -> str:
-        """The value of train.objective."""
-
-    @property
-    def section(self) -> type | None:
-        """The dataclass of the recipe section with the name of the task; None if the task has no keys of its own."""
-
-    @property
-    def families(self) -> tuple[str, ...]:
-        """The model families that the task trains."""
-
-    @property
-    def head(self) -> str:
-        """The kind of head that the task needs."""
-
-    @property
-    def supports_adversarial(self) -> bool:
-        """Whether train.adversarial can be used."""
-
-    @property
-    def supports_unpadded(self) -> bool:
-        """Whether data.padding="none" can be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +82,11 @@ class TokenizerSection:
         check_at_least(self, 2, "vocab")
         check_at_least(self, 0, "alpha")
         check_fraction(self, "dropout")
+
+    @property
+    def sampling_key(self) -> Literal["dropout", "alpha"] | None:
+        """The key that asks for random segmentations of the training texts; None if neither does."""
+        return "dropout" if self.dropout else None if self.alpha is None else "alpha"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,8 +287,8 @@ class SectionDescription(NamedTuple):
     task: str = ""  # the objective that has the section; "" if all have it
 
 
-def list_sections(tasks: Iterable[TaskKeys]) -> list[SectionDescription]:
-    """Describe all sections: those that every recipe has, then those of the tasks."""
+def list_sections(tasks: Iterable[Any]) -> list[SectionDescription]:
+    """Describe all sections: those that every recipe has, then those of the tasks (tasks/task.py)."""
     sections = list(_describe_section("", Recipe, "", is_list=False))
     for task in tasks:
         if task.section is not None:
@@ -326,7 +303,10 @@ def _describe_section(name: str, cls: type, about: str, *, is_list: bool) -> Ite
     for field in describe_fields(cls):
         path = f"{name}.{field.name}" if name else field.name
         if path == "model":
-            inner.append(_describe_model_section(field))
+            sources = [FieldDescription(key, str, REQUIRED, meaning) for key, meaning in MODEL_SOURCES.items()]
+            inner.append(
+                SectionDescription(path, "The model: exactly one of these keys, and the knobs to set in it.", sources)
+            )
         elif part := _inner_dataclass(field.hint):
             about_part = _docstring(part) or field.meaning
             inner += _describe_section(path, part, about_part, is_list=get_origin(field.hint) is tuple)
@@ -334,14 +314,6 @@ def _describe_section(name: str, cls: type, about: str, *, is_list: bool) -> Ite
             keys.append(field)
     yield SectionDescription(name, about, keys, is_list)
     yield from inner
-
-
-def _describe_model_section(field: FieldDescription) -> SectionDescription:
-    return SectionDescription(
-        field.name,
-        "The model: exactly one of these keys, and the knobs to set in it.",
-        [FieldDescription(name, str, REQUIRED, meaning) for name, meaning in MODEL_SOURCES.items()],
-    )
 
 
 def _inner_dataclass(hint: Any) -> type | None:

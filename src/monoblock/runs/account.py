@@ -15,8 +15,7 @@ from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.presets import PRESETS
 from monoblock.errors import ConfigError
 from monoblock.interop.model_folder import CONFIG_FILE, ModelFolder, read_any_config
-from monoblock.recipes.parse import list_recipes
-from monoblock.runs.recipe import Overrides, build_model_config, read_recipe, task_of_recipe
+from monoblock.runs.recipe import Overrides, build_model_config, list_recipes, read_recipe, task_of_recipe
 from monoblock.untrusted_files import Folder
 
 if TYPE_CHECKING:  # counting needs no torch, unless weights are counted

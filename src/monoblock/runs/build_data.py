@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,24 @@ from monoblock.data.corpora.load import Corpus, fingerprint_rows
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.interop.model_folder import ModelFolder
 from monoblock.model import Transformer
-from monoblock.recipes.model_config import check_family, is_decoder, is_vision
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.generation_config import DECODER_START_KEY
-from monoblock.runs.recipe import build_model_config, task_of_recipe
-from monoblock.runs.warm_start import WarmStart
-from monoblock.tasks.splits import CorpusSplits, describe_splits
-from monoblock.tasks.table import TASKS
-from monoblock.tasks.task import Task
+from monoblock.runs.initial_weights import WarmStart
+from monoblock.runs.recipe import build_model_config, check_family, is_decoder, is_vision, task_of_recipe
+from monoblock.tasks.loaded_model import DECODER_START_KEY
+from monoblock.tasks.tags import TagAwareEncoder
+from monoblock.tasks.task import CorpusSplits, Task
 from monoblock.tasks.task_data import TaskData, TaskInputs, special_token_ids
-from monoblock.tasks.tokenizer_checks import check_required_tokens, check_unknown_tokens, requested_key
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import SpecialTokenIds, TensorBatch
 from monoblock.training.events import DecisionEvent, WarningEvent
 
+Notice = DecisionEvent | WarningEvent
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_LSTM_CONTEXT = 64  # length of training blocks for an LSTM, whose context is unlimited
+MAX_CLASSES_SHOWN = 5
+MAX_UNKNOWN = 0.02  # share of the tokens of the training text that may be unknown
+MAX_UNKNOWN_WORDS = 0.2  # the same for a vocabulary of whole words, which leaves out rare words by design
+MAX_CHARACTERS, MAX_PARTS, PART_LENGTH = 400_000, 10_000, 4_000  # of the text that is encoded, in parts of a length
 
 
 def build_task_data(
@@ -57,28 +59,26 @@ def build_task_data(
     task = task_of_recipe(recipe, task)
     config = expected_config(recipe, task, start) if config is None else config
     splits = _load_splits(recipe, task, data_folder, start)
-    notices: tuple[DecisionEvent | WarningEvent, ...] = tuple(describe_splits(splits, recipe))
+    notices = list(_describe_splits(splits, recipe))
     splits = task.prepare_data(splits, recipe, data_folder)
-    _check_modality(recipe, splits.train)
+    train = splits.train
+    if (train.kind == "images") != is_vision(recipe):
+        reads = "reads images; give a corpus of images" if is_vision(recipe) else "reads text; write model.family='vit'"
+        raise ConfigError(f"the corpus {train.name} is {train.kind}, but this model {reads}")
     tokenizer = None
-    if splits.train.kind != "images":
-        tokenizer = find_tokenizer(recipe, task, splits.train, run_folder, start)
-        _check_subword_sampling(recipe, task)
+    if train.kind != "images":
+        tokenizer = _find_tokenizer(recipe, task, train, run_folder, start)
         if run_folder is None:  # a resumed run continues with what it was begun with
-            is_loaded = recipe.tokenizer.folder is not None or start is not None or splits.train.kind == "tokens"
-            notices += tuple(check_unknown_tokens(tokenizer, splits.train, recipe, is_loaded=is_loaded))
+            is_loaded = recipe.tokenizer.folder is not None or start is not None or train.kind == "tokens"
+            notices += _check_unknown_tokens(tokenizer, train, recipe, is_loaded=is_loaded)
     start_id = None if start is None else start.special_tokens.get(DECODER_START_KEY)
-    inputs = TaskInputs(recipe, context, tokenizer, splits.train, splits.valid, splits.labels, config, start_id)
-    data = replace(task.data(inputs), content_digests=splits.digests, notices=notices)
-    return _without_padding(data, config) if recipe.data.padding == "none" else data
-
-
-def _without_padding(data: TaskData, config: ModelConfig | RecurrentConfig | None) -> TaskData:
-    """Return the same data with training batches whose padding is removed."""
+    data = task.data(TaskInputs(recipe, context, tokenizer, train, splits.valid, splits.labels, config, start_id))
+    data, build = replace(data, content_digests=splits.digests, notices=tuple(notices)), data.build_batch
+    if recipe.data.padding != "none" or build is None:
+        return data
     if not isinstance(config, ModelConfig):
         raise ConfigError("data.padding=none is for Transformers that read text; leave it out")
-    build = data.build_batch
-    return data if build is None else replace(data, build_batch=lambda batch: build(batch)._replace(unpadded=True))
+    return replace(data, build_batch=lambda batch: build(batch)._replace(unpadded=True))
 
 
 def expected_config(recipe: Recipe, task: Task, start: WarmStart | None) -> ModelConfig | RecurrentConfig | None:
@@ -96,14 +96,7 @@ def expected_config(recipe: Recipe, task: Task, start: WarmStart | None) -> Mode
     return build_model_config(recipe, 3, task=task, **sizes)
 
 
-def model_context(recipe: Recipe, config: ModelConfig | RecurrentConfig | None, start: WarmStart | None) -> int | None:
-    """Return the context of the model in tokens; None means no limit."""
-    if config is None:
-        return None
-    context = config.context if isinstance(config, ModelConfig) else DEFAULT_LSTM_CONTEXT
-    if start is not None or isinstance(config, RecurrentConfig):
-        return recipe.model.get("context", context)
-    return context
+# -- the corpus -------------------------------------------------------------------------------------------------------
 
 
 def _load_splits(recipe: Recipe, task: Task, data_folder: Path | None, start: WarmStart | None) -> CorpusSplits:
@@ -127,62 +120,142 @@ def _load_splits(recipe: Recipe, task: Task, data_folder: Path | None, start: Wa
     return CorpusSplits(train, valid, labels, digests)
 
 
-def _check_subword_sampling(recipe: Recipe, task: Task) -> None:
-    """Raise ConfigError if the recipe asks for random segmentations, and the task cannot use them."""
-    key = requested_key(recipe.tokenizer)
-    if key is not None and not task.supports_subword_sampling:
-        names = ", ".join(known.name for known in TASKS if known.supports_subword_sampling)
-        raise ConfigError(f"{key} is for {names}, not {task.name}; leave it out")
+def _describe_splits(splits: CorpusSplits, recipe: Recipe) -> Iterator[Notice]:
+    """Say which rows are held out for validation, and warn of classes that a split lacks."""
+    train, valid = splits.train, splits.valid
+    if valid is not None and valid.selection:
+        if train.kind == "text" and len(train) == len(valid) == 1:
+            yield DecisionEvent(f"{valid.selection} is held out for validation", "a running text has no rows to draw")
+        else:
+            count = f"{len(valid):,} row{'s are' if len(valid) > 1 else ' is'} held out for validation"
+            yield DecisionEvent(count, valid.selection)
+    elif train.kind == "tagged":
+        return  # published corpora of tagged words have tags that are rare
+    missing = _missing_classes(train, splits.labels)
+    if missing:
+        limit = f": data.limit={recipe.data.limit} takes the first rows; raise it, or shuffle the file"
+        yield WarningEvent(f"no training row has {missing}{limit if recipe.data.limit else '; it cannot be learned'}")
+    missing = "" if valid is None else _missing_classes(valid, splits.labels)
+    if missing:
+        header = " (if the first line of the file names its columns, call them label and text)"
+        labels = [row.label for row in train.rows] if train.kind == "labelled" else []
+        hint = header if labels and labels.count(labels[0]) == 1 else ""
+        yield WarningEvent(f"no validation row has {missing}; the validation metrics say nothing about it{hint}")
 
 
-def _check_modality(recipe: Recipe, train: Corpus) -> None:
-    """Raise ConfigError unless the corpus has images for a vision model, or text for any other model."""
-    if (train.kind == "images") != is_vision(recipe):
-        reads = "reads images; give a corpus of images" if is_vision(recipe) else "reads text; write model.family='vit'"
-        raise ConfigError(f"the corpus {train.name} is {train.kind}, but this model {reads}")
+def _missing_classes(corpus: Corpus, labels: Sequence[str]) -> str:
+    """Name the classes that no row of a corpus has; "" if there are none."""
+    present = set(corpus.labels())
+    missing = [label for label in labels if label not in present]
+    if not missing:
+        return ""
+    names = ", ".join(map(repr, missing[:MAX_CLASSES_SHOWN])) + ", …" * (len(missing) > MAX_CLASSES_SHOWN)
+    return f"the class {names}" if len(missing) == 1 else f"any of {len(missing)} classes: {names}"
 
 
 # -- the tokenizer ----------------------------------------------------------------------------------------------------
 
 
-def find_tokenizer(
-    recipe: Recipe, task: Task, train: Corpus, run_folder: Path | None, start: WarmStart | None = None
+def _find_tokenizer(
+    recipe: Recipe, task: Task, train: Corpus, run_folder: Path | None, start: WarmStart | None
 ) -> Tokenizer:
     """Return the tokenizer of the run folder or, if there is none, of the stored model that training starts from.
 
     Without such a model, load the tokenizer in tokenizer.folder or, if that key is not set, that of prepared tokens;
-    for a corpus of text, train a new one.
+    for a corpus of text, train a new one. Raise FileError if a loaded one lacks the special tokens that the task needs.
     """
     section = recipe.tokenizer
-    reads_last = task.head == "classifier" and is_decoder(recipe)  # not the token at the start
-    roles = () if reads_last else task.required_tokens
     if run_folder is not None and (run_folder / TOKENIZER_FILE).is_file():
-        return check_required_tokens(ModelFolder(run_folder).load_tokenizer(), roles, task.name, run_folder)
-    if start is not None and start.tokenizer is not None:
-        return check_required_tokens(start.tokenizer, roles, task.name, Path(recipe.model["folder"]))
-    if section.folder:
-        folder = Path(section.folder)
-        if not (folder / TOKENIZER_FILE).is_file():
+        folder, tokenizer = run_folder, ModelFolder(run_folder).load_tokenizer()
+    elif start is not None and start.tokenizer is not None:
+        folder, tokenizer = Path(recipe.model["folder"]), start.tokenizer
+    elif section.folder or train.kind == "tokens":
+        folder = Path(section.folder) if section.folder else train.rows[0].folder
+        if section.folder and not (folder / TOKENIZER_FILE).is_file():
             raise FileError(
                 f"tokenizer.folder={folder} has no {TOKENIZER_FILE}; "
                 "give another folder, or leave tokenizer.folder unset to train a new tokenizer"
             )
-        return check_required_tokens(Tokenizer.from_pretrained(folder), roles, task.name, folder)
-    if train.kind == "tokens":
-        folder = train.rows[0].folder
-        return check_required_tokens(Tokenizer.from_pretrained(folder), roles, task.name, folder)
-    return Tokenizer.train(
-        section.kind,
-        train.texts(),
-        section.vocab,
-        marker=section.marker,
-        specials=task.special_tokens(recipe, train),
-        lowercase=section.lowercase,
-    )
+        tokenizer = Tokenizer.from_pretrained(folder)
+    else:
+        return Tokenizer.train(
+            section.kind,
+            train.texts(),
+            section.vocab,
+            marker=section.marker,
+            specials=task.special_tokens(recipe, train),
+            lowercase=section.lowercase,
+        )
+    reads_last = task.head == "classifier" and is_decoder(recipe)  # not the token at the start
+    roles = () if reads_last else task.required_tokens
+    present = {*tokenizer.special_tokens_map, *(["sentinels"] if tokenizer.sentinel_ids else [])}
+    if roles and present.isdisjoint(roles):
+        raise FileError(
+            f"the tokenizer in {folder} has no {' or '.join(roles)} token, which train.objective={task.name!r} needs; "
+            "give the folder of another tokenizer, or leave tokenizer.folder unset to train a new one"
+        )
+    return tokenizer
 
+
+def _check_unknown_tokens(
+    tokenizer: Tokenizer, train: Corpus, recipe: Recipe, *, is_loaded: bool
+) -> Iterator[DecisionEvent]:
+    """Raise ConfigError if too much of the training text is unknown; say so if many words of a word vocabulary are.
+
+    is_loaded: whether the tokenizer was loaded from a folder, and not trained on these texts.
+    """
+    if train.kind == "tokens":  # they were counted when they were made
+        share = train.rows[0].files.unknown / len(train.rows[0])
+    else:
+        share = unknown_share(tokenizer, list(train.texts()))
+    if share <= MAX_UNKNOWN:
+        return
+    if "folder" in recipe.model:
+        remedy = "give a model that was trained on such text, in model.folder"
+    elif is_loaded:
+        remedy = "leave out tokenizer.folder to train a tokenizer on these texts, or give another one"
+    else:
+        vocab = recipe.tokenizer.vocab
+        remedy = f'raise tokenizer.vocab={vocab}, or write tokenizer.kind="bpe", which knows every character'
+    problem = f"{share:.0%} of the tokens of {train.name} are unknown to the tokenizer"
+    if share > (MAX_UNKNOWN_WORDS if tokenizer.kind == "word" else MAX_UNKNOWN):
+        raise ConfigError(f"{problem} (at most {MAX_UNKNOWN:.0%} can be learned from); {remedy}")
+    yield DecisionEvent(problem, f"its vocabulary has whole words only; {remedy}")
+
+
+def unknown_share(tokenizer: Tokenizer, texts: Sequence[str]) -> float:
+    """Return the share of tokens that are unknown, in parts of the texts.
+
+    An unknown token that is written out in a text, as in WikiText, does not count.
+    """
+    unknown = tokenizer.special_tokens_map.get("unk")
+    if tokenizer.unk_id is None or unknown is None:
+        return 0.0
+    parts, encode = _parts(texts), TagAwareEncoder(tokenizer)
+    rows = [encode(part) for part in parts] if encode.tags else tokenizer.encode_batch(parts)
+    written = sum(part.count(unknown) for part in parts) if tokenizer.kind == "word" else 0
+    count = sum(row.count(tokenizer.unk_id) for row in rows) - written
+    return max(0, count) / max(1, sum(map(len, rows)))
+
+
+def _parts(texts: Sequence[str]) -> list[str]:
+    """Return parts of the texts at equal distances, of at most about MAX_CHARACTERS; texts that are short are whole.
+
+    The first and the last word of a part, which may be cut, are left out.
+    """
+    places = [(text, start) for text in texts for start in range(0, len(text), PART_LENGTH)]
+    step = max(1, sum(map(len, texts)) // MAX_CHARACTERS, len(places) // MAX_PARTS)
+    parts = []
+    for text, start in places[::step]:
+        part = text if len(text) <= PART_LENGTH else text[start : start + PART_LENGTH]
+        words = part.split(" ") if part is not text else ()
+        parts.append(" ".join(words[1:-1]) if len(words) > 2 else part)
+    return parts
+
+
+# -- what is given from Python ----------------------------------------------------------------------------------------
 
 Batch = tuple[dict[str, Tensor], Tensor]  # keyword arguments of the model, and labels; -100 means no label
-
 OPTIMIZER_ADVICE = (
     "write optimizer=lambda model: torch.optim.AdamW(model.parameters()), or set train.optimizer in the recipe"
 )

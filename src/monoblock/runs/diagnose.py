@@ -18,11 +18,10 @@ from monoblock.errors import FileError, InputError, MonoblockError
 from monoblock.interop.model_folder import ModelFolder, load_model
 from monoblock.model import Transformer
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.generation_config import DECODER_START_KEY
 from monoblock.runs.load import load_folder, open_folder
 from monoblock.runs.recipe import parse_recipe
 from monoblock.runs.run import Run
-from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.loaded_model import DECODER_START_KEY, LoadedModel
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.events import METRICS_FILE, read_metrics
 

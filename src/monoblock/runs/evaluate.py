@@ -19,9 +19,8 @@ from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.run import Run
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.splits import holdout_of
 from monoblock.tasks.table import task_of_model
-from monoblock.tasks.task import Task
+from monoblock.tasks.task import Task, holdout_of
 from monoblock.tasks.task_data import validate
 from monoblock.tasks.text_to_text import TextToTextSection
 from monoblock.training.loss import CrossEntropyLoss, FunctionLoss, Loss
@@ -55,35 +54,31 @@ def evaluate(
     folder: folder with corpora.
     options: decoding options, for models that generate text.
     """
-    if isinstance(data, str | Path):
-        pipe = _to_pipeline(model, task, device)
-        request = EvaluationRequest(
-            data=str(data),
-            split=split,
-            limit=limit,
-            samples=samples,
-            batch=batch,
-            folder=None if folder is None else Path(folder),
-            options=dict(options),
-        )
-        return evaluate_request(pipe, request)
-    network = model if isinstance(model, Transformer) else _to_pipeline(model, task, device).model
-    known = task or (model.task if isinstance(model, Pipeline | Run) else None)
-    return _evaluate_batches(network, data, known)
+    if not isinstance(data, str | Path):
+        network = model if isinstance(model, Transformer) else _to_pipeline(model, task, device).model
+        known = task or (model.task if isinstance(model, Pipeline | Run) else None)
+        return _evaluate_batches(network, data, known)
+    request = EvaluationRequest(
+        data=str(data),
+        split=split,
+        limit=limit,
+        samples=samples,
+        batch=batch,
+        folder=None if folder is None else Path(folder),
+        options=dict(options),
+    )
+    return evaluate_request(_to_pipeline(model, task, device), request)
 
 
 def _to_pipeline(model: str | Path | Pipeline | Run | Transformer, task: Task | None, device: str | None) -> Pipeline:
     if isinstance(model, Pipeline):
         return model
     if isinstance(model, Run):
-        return load(model.folder, task=task or model.task, model_class=_class_of(model), device=device)
+        model_class = type(model.model) if isinstance(model.model, Transformer) else Transformer
+        return load(model.folder, task=task or model.task, model_class=model_class, device=device)
     if isinstance(model, Transformer):
         raise InputError("a Transformer has no tokenizer to read a corpus with; give a model folder, or batches")
     return load(model, task=task, device=device)
-
-
-def _class_of(run: Run) -> type[Transformer]:
-    return type(run.model) if isinstance(run.model, Transformer) else Transformer
 
 
 def _evaluate_batches(model: Transformer | Recurrent, batches: Iterable[Batch], task: Task | None) -> Evaluation:
@@ -98,13 +93,12 @@ def _evaluate_batches(model: Transformer | Recurrent, batches: Iterable[Batch], 
     return Evaluation({name.removeprefix("val_"): value for name, value in metrics.items()})
 
 
-def evaluate_request(model: Pipeline | LoadedModel, request: EvaluationRequest) -> Evaluation:
+def evaluate_request(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
     """Evaluate a model on a corpus.
 
     A single file is evaluated as a whole, unless the model was trained on it: then only its held-out rows are used.
     """
-    loaded = model.loaded if isinstance(model, Pipeline) else model
-    task = (model.task if isinstance(model, Pipeline) else None) or task_of_model(loaded)
+    task = task_of_model(loaded)
     if task is None:
         raise InputError(f"evaluate has no metrics for {loaded.model.config.family} models; give another model")
     return task.evaluate(loaded, resolve_split(request, loaded))
@@ -116,16 +110,9 @@ def resolve_split(request: EvaluationRequest, loaded: LoadedModel) -> Evaluation
     The split is unchanged if the request names one, or if word frequencies are tuned on the splits of the file
     (`rescore`).
     """
-    holdout = next(
-        (
-            holdout
-            for corpus, holdout in _training_corpora(loaded).items()
-            if _is_same_corpus(corpus, request.data, request.folder)
-        ),
-        None,
-    )
-    if holdout is not None:
-        return replace(request, holdout=holdout)
+    for corpus, holdout in _training_corpora(loaded).items():
+        if _is_same_corpus(corpus, request.data, request.folder):
+            return replace(request, holdout=holdout)
     path = None if request.data in CORPORA else find_path(request.data, request.folder)
     if path is None or not is_single_file(path) or request.split is not None or request.rescore:
         return request

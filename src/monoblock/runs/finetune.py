@@ -14,9 +14,8 @@ from monoblock.config.model import ModelConfig
 from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus, load_corpus_if_present
 from monoblock.data.corpora.table import CORPORA
 from monoblock.errors import ConfigError
-from monoblock.recipes.model_config import open_stored_model
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.recipe import parse_recipe
+from monoblock.runs.recipe import open_stored_model, parse_recipe
 from monoblock.tasks.table import find_task, task_of_corpus
 from monoblock.tasks.task import Task
 

@@ -16,11 +16,10 @@ from monoblock.inference.supported_models import reason_not_to_optimize
 from monoblock.interop.model_folder import CONFIG_FILE, ModelFolder, load_model
 from monoblock.interop.save import POOLING_FOLDER
 from monoblock.model import Transformer
-from monoblock.runs.generation_config import read_generation_defaults
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.recipe import parse_recipe
-from monoblock.tasks.image_inputs import ImagePreprocessing, read_image_preprocessing
-from monoblock.tasks.loaded_model import GenerationDefaults, LoadedModel
+from monoblock.tasks.images import ImagePreprocessing, read_image_preprocessing
+from monoblock.tasks.loaded_model import GenerationDefaults, read_generation_defaults
 from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted_files import Folder, reading, safe_folder
@@ -72,7 +71,7 @@ def load(
         if other.tokenizer is None or other.tokenizer.fingerprint != loaded.tokenizer.fingerprint:
             raise InputError(f"{name} has another tokenizer than {folder}; the models of an ensemble must share one")
     loaded.ensemble, loaded.optimize = tuple(other.model for other in others), optimize
-    return Pipeline(loaded, task)
+    return loaded
 
 
 def open_folder(path: str | Path, ignore_fields: Sequence[str] = ()) -> ModelFolder:
@@ -92,7 +91,7 @@ def load_folder(
     *,
     force: bool = False,
     mesh: DeviceMesh | None = None,
-) -> LoadedModel:
+) -> Pipeline:
     """Read the model of a folder with its tokenizer, labels, default decoding options and training recipe."""
     with reading(folder.path):
         is_lstm = folder.format == "monoblock" and isinstance(folder.config, RecurrentConfig)
@@ -100,7 +99,7 @@ def load_folder(
         model = load_model(kind, folder, dtype=dtype, device=device, mesh=mesh).eval()
         if mesh is None and not is_lstm and model.device.type == "cuda" and reason_not_to_optimize(model) is None:
             arrange_weights(model)
-        is_vision = isinstance(model.config, ModelConfig) and model.config.family == "vision"
+        is_vision = model.config.family == "vision"
         tokenizer, defaults = None, GenerationDefaults(from_recipe=folder.is_run)
         if not is_vision and (not folder.is_run or folder.has(TOKENIZER_FILE)):  # a run on batches may have none
             tokenizer = folder.load_tokenizer(model.config, force=force)
@@ -108,16 +107,17 @@ def load_folder(
         recipe = None
         if folder.recipe is not None:
             recipe = parse_recipe({"name": "recipe", **folder.recipe}, task=task)
-        return LoadedModel(
+        return Pipeline(
             model,
             cast(Tokenizer, tokenizer),  # None for images, and for a run on batches without one
             defaults,
-            None if recipe is None else recipe.data,
-            None if recipe is None else recipe.train.objective,
-            None if recipe is None else recipe.task,
-            _labels_of_head(folder, model),
-            _read_pooling(folder),
-            read_image_preprocessing(folder) if is_vision else ImagePreprocessing(),
+            data_section=None if recipe is None else recipe.data,
+            objective=None if recipe is None else recipe.train.objective,
+            task_section=None if recipe is None else recipe.task,
+            labels=_labels_of_head(folder, model),
+            pooling=_read_pooling(folder),
+            image_preprocessing=read_image_preprocessing(folder) if is_vision else ImagePreprocessing(),
+            task=task,
         )
 
 

@@ -15,17 +15,18 @@ from monoblock.config.model import ModelConfig
 from monoblock.config.parts import EmbeddingConfig, Sinusoid
 from monoblock.errors import FileError
 from monoblock.inference.runners.plain import evaluation_mode
+from monoblock.interop.adapters import save_adapter
 from monoblock.interop.model_folder import CONFIG_FILE, ModelFolder, format_config
 from monoblock.interop.save import save_model
 from monoblock.metrics.table import format_measure
 from monoblock.model import Transformer
+from monoblock.nn.lora import fold_lora
 from monoblock.parallel.strategy import has_room
-from monoblock.quantization.convert import merge_adapters
-from monoblock.recipes.parse import recipe_path
-from monoblock.recipes.schema import Recipe, TrainSection
-from monoblock.runs.generation_config import read_generation_defaults
-from monoblock.runs.trainable import finalize_model
-from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.quantization.convert import dequantize, merge_adapters
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.recipe import recipe_path
+from monoblock.runs.run_folder import ADAPTER_FOLDER
+from monoblock.tasks.loaded_model import LoadedModel, read_generation_defaults
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, validate
 from monoblock.training import checkpoint
@@ -40,6 +41,8 @@ from monoblock.training.events import (
 from monoblock.training.trainer import Trainer
 from monoblock.training.weight_averaging import average_checkpoints
 from monoblock.untrusted_files import write_atomically
+
+CARD_FILE, TABLE_HEADER = "README.md", "| figure | value |\n|---|---|\n"
 
 
 @dataclass(repr=False)
@@ -128,8 +131,14 @@ class Run:
         """
         strategy, world, folder = self.trainer.strategy, self.trainer.world, self.folder
         self._load_final_weights()
-        labels = self.task_data.labels or ()
-        model = finalize_model(self.model, folder, self.recipe, self.base_digest, labels, save_adapters=world.is_main)
+        model: Any = self.model
+        if self.recipe.lora.rank:  # the adapters are saved, and merged into the weights
+            if world.is_main:
+                base, labels = str(self.recipe.model.get("folder", "")) or None, self.task_data.labels or ()
+                save_adapter(model, folder / ADAPTER_FOLDER, base=base, digest=self.base_digest, labels=labels)
+            model = dequantize(fold_lora(model))
+        else:
+            model.requires_grad_(True)
         self.model = model.eval()
         whole = cast(Transformer | Recurrent | None, strategy.whole_model(self.model))
         with world.long_work():
@@ -150,16 +159,12 @@ class Run:
             )
         with world.long_work():
             if whole is not None:
-                self._write_card(whole, can_generate=can_generate)
+                self.metrics |= self.evaluate_generation(whole) if can_generate else {}
+                write_atomically(folder / CARD_FILE, self._render_card(whole))
         if self.metrics:
             self.metrics_writer.write(EvaluationEvent(self.trainer.step, self.metrics, is_best=False, is_final=True))
 
-    def _write_card(self, model: Transformer | Recurrent, *, can_generate: bool) -> None:
-        if can_generate:
-            self.metrics |= self.evaluate_generation(model)
-        card = render_model_card(self.recipe, self.task, model, self.metrics, self.task_data, self.custom_optimizer)
-        write_atomically(self.folder / CARD_FILE, card)
-
+    @torch.no_grad()
     def _load_final_weights(self) -> None:
         """Load the final weights that the recipe asks for; each process loads its part of them.
 
@@ -167,19 +172,19 @@ class Run:
         """
         trainer, section, average = self.trainer, self.recipe.train, self.trainer.average
         count, best = section.average_checkpoints, trainer.best["step"]
-        if not count and not section.load_best:
-            self._load_tensors({} if average is None else average.tensors)
-            return
-        steps = trainer.world.broadcast_list(checkpoint.list_steps(trainer.folder) if trainer.world.is_main else [])
-        if count:
-            last = [trainer.folder / f"step-{step}" for step in steps[-count:]]
-            self._load_tensors(average_checkpoints(last, lambda path: self._read_checkpoint(path, "model")))
-        elif best in steps:
-            self._load_tensors(
-                self._read_checkpoint(trainer.folder / f"step-{best}", "model" if average is None else "average")
-            )
-        elif average is not None:
-            self._load_tensors(average.tensors)
+        tensors: Mapping[str, Tensor] = {} if average is None else average.tensors
+        if count or section.load_best:
+            steps = trainer.world.broadcast_list(checkpoint.list_steps(trainer.folder) if trainer.world.is_main else [])
+            if count:
+                last = [trainer.folder / f"step-{step}" for step in steps[-count:]]
+                tensors = average_checkpoints(last, lambda path: self._read_checkpoint(path, "model"))
+            elif best in steps:
+                group = "model" if average is None else "average"
+                tensors = self._read_checkpoint(trainer.folder / f"step-{best}", group)
+        own = self.model.state_dict()
+        for name, tensor in tensors.items():
+            if name in own:
+                own[name].copy_(tensor)
 
     def _read_checkpoint(self, path: Path, group: str) -> Mapping[str, Tensor]:
         """Return the tensors of a checkpoint, of which each process reads its part if the model is split."""
@@ -192,13 +197,6 @@ class Run:
         tensors = {name: torch.empty_like(tensor) for name, tensor in own.items()}
         checkpoint.load_into(path, index, {group: tensors})
         return tensors
-
-    @torch.no_grad()
-    def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        own = self.model.state_dict()
-        for name, tensor in tensors.items():
-            if name in own:
-                own[name].copy_(tensor)
 
     def validate(self, max_batches: int = 0) -> dict[str, float]:
         """Return loss and accuracy of the current model on the validation data; every process must call this.
@@ -226,13 +224,17 @@ class Run:
         """
         if not self._scores_generation():
             return {}
-        tokenizer, recipe = self.task_data.tokenizer, self.recipe
+        recipe, tokenizer = self.recipe, self.task_data.tokenizer
         assert tokenizer is not None
         model = (self.model if model is None else model).to(self.trainer.runtime.device)
-        defaults = read_generation_defaults(ModelFolder(self.folder), tokenizer)
-        labels, section = self.task_data.labels, recipe.task
         loaded = LoadedModel(
-            model, tokenizer, defaults, recipe.data, labels=labels, task_section=section, optimize=True
+            model,
+            tokenizer,
+            read_generation_defaults(ModelFolder(self.folder), tokenizer),
+            data_section=recipe.data,
+            task_section=recipe.task,
+            labels=self.task_data.labels,
+            optimize=True,
         )
         with evaluation_mode(model):
             return self.task.score_validation(loaded, self.task_data.validation_rows, recipe.generate.scored_rows)
@@ -257,58 +259,39 @@ class Run:
         known = [token for token in new.tolist() if token < tokenizer.vocab_size]  # model.vocab may be larger
         return tokenizer.decode([*tokenizer.encode(section.prompt), *known])
 
-
-CARD_FILE, TABLE_HEADER = "README.md", "| figure | value |\n|---|---|\n"
-
-
-def render_model_card(
-    recipe: Recipe,
-    task: Task,
-    model: Transformer | Recurrent,
-    metrics: dict[str, float],
-    data: TaskData,
-    custom_optimizer: str | None = None,
-) -> str:
-    family = model.config.family if isinstance(model.config, ModelConfig) else "recurrent"
-    section, tokenizer = recipe.train, data.tokenizer
-    rows = _format_rows(metrics)
-    figures = f"\n## Measured on the validation split\n\n{TABLE_HEADER}{rows}" if rows else ""
-    tokenizer_line = "" if tokenizer is None else f"- tokenizer: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens\n"
-    return (
-        f"# {recipe.name}\n\n{recipe.about}\n\n"
-        f"- model: {family}, {sum(weight.numel() for weight in model.parameters()):,} parameters\n"
-        f"{tokenizer_line}"
-        f"- trained on: {recipe.data.corpus} ({data.summary})\n"
-        f"- objective: {section.objective}, {section.steps:,} updates of {_format_batch_size(section)}, "
-        f"{custom_optimizer or section.optimizer}, lr {section.lr:g}, {section.schedule}, seed {section.seed}\n"
-        f"{_format_decoding(recipe, task, model.config.context)}"
-        f"{figures}"
-    )
-
-
-def _format_batch_size(section: TrainSection) -> str:
-    if section.batch_tokens is None:
-        return f"{section.batch * section.accumulate} sequences"
-    return f"at most {section.batch_tokens:,} tokens"
-
-
-def _format_decoding(recipe: Recipe, task: Task, context: int | None) -> str:
-    """Return the line about beam search, with its options; "" if the task does not decode by beam search."""
-    section = recipe.generate
-    if task.decoding != "beam_search":
-        return ""
-    form = "" if section.length_penalty_form == "length" else f" ({section.length_penalty_form})"
-    beam = f"beam {section.num_beams}, length penalty {section.length_penalty:g}{form}"
-    search = beam if section.num_beams > 1 else "greedy"
-    return f"- targets: {search}, at most {section.new_tokens_within(context)} tokens (generation_config.json)\n"
+    def _render_card(self, model: Transformer | Recurrent) -> str:
+        """Write the model card: the model, its data, how it was trained, and what was measured."""
+        recipe, section, tokenizer = self.recipe, self.recipe.train, self.task_data.tokenizer
+        family = model.config.family if isinstance(model.config, ModelConfig) else "recurrent"
+        if section.batch_tokens is None:
+            batch_size = f"{section.batch * section.accumulate} sequences"
+        else:
+            batch_size = f"at most {section.batch_tokens:,} tokens"
+        lines = [
+            f"- model: {family}, {sum(weight.numel() for weight in model.parameters()):,} parameters",
+            *([] if tokenizer is None else [f"- tokenizer: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens"]),
+            f"- trained on: {recipe.data.corpus} ({self.task_data.summary})",
+            f"- objective: {section.objective}, {section.steps:,} updates of {batch_size}, "
+            f"{self.custom_optimizer or section.optimizer}, lr {section.lr:g}, {section.schedule}, seed {section.seed}",
+        ]
+        if self.task.decoding == "beam_search":
+            generate = recipe.generate
+            form = "" if generate.length_penalty_form == "length" else f" ({generate.length_penalty_form})"
+            beam = f"beam {generate.num_beams}, length penalty {generate.length_penalty:g}{form}"
+            limit = f"at most {generate.new_tokens_within(model.config.context)} tokens (generation_config.json)"
+            lines.append(f"- targets: {beam if generate.num_beams > 1 else 'greedy'}, {limit}")
+        rows = _format_rows(self.metrics)
+        figures = f"\n## Measured on the validation split\n\n{TABLE_HEADER}{rows}" if rows else ""
+        return f"# {recipe.name}\n\n{recipe.about}\n\n" + "".join(f"{line}\n" for line in lines) + figures
 
 
 def _format_rows(metrics: dict[str, Any]) -> str:
-    texts = {
-        name: format_measure(name, value, ".6g") if isinstance(value, int | float) else value
-        for name, value in metrics.items()
-    }
-    return "".join(f"| {name} | {text} |\n" for name, text in texts.items() if isinstance(text, str))
+    """Write the metrics that are numbers or texts as the rows of a table."""
+    rows = ""
+    for name, value in metrics.items():
+        text = format_measure(name, value, ".6g") if isinstance(value, int | float) else value
+        rows += f"| {name} | {text} |\n" if isinstance(text, str) else ""
+    return rows
 
 
 def add_metrics(folder: Path, corpus: str, metrics: dict[str, Any]) -> None:

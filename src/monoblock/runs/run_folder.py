@@ -13,6 +13,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError, FileError
 from monoblock.interop.model_folder import CONFIG_FILE, GENERATION_CONFIG_FILE, LABELS_FILE, format_config
 from monoblock.parallel.faults import LOGS_FOLDER
-from monoblock.recipes.parse import RECIPE_FILE
-from monoblock.recipes.schema import Recipe
-from monoblock.runs.generation_config import build_generation_config
-from monoblock.runs.trainable import ADAPTER_FOLDER
-from monoblock.runs.warm_start import WarmStart
+from monoblock.recipes.schema import GenerateSection, Recipe
+from monoblock.runs.initial_weights import WarmStart
+from monoblock.runs.recipe import RECIPE_FILE
+from monoblock.tasks.loaded_model import DECODER_START_KEY, SETTINGS_FIELDS
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
+from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.events import TENSORBOARD_FOLDER
 from monoblock.untrusted_files import has_file, safe_folder, write_atomically
 
@@ -40,6 +41,8 @@ LOCK_FILE = "run.lock"
 MAX_LOCK_BYTES = 4096
 _descriptors: set[int] = set()  # of the locks that this process holds
 CHECKPOINTS_FOLDER = "checkpoints"
+# Adapters are stored there in the format of the library peft; in the model of the run they are merged into its weights.
+ADAPTER_FOLDER = "adapter"
 SUBFOLDERS = (CHECKPOINTS_FOLDER, LOGS_FOLDER, TENSORBOARD_FOLDER, ADAPTER_FOLDER)
 # What a run that was killed before it stored its recipe may leave; a run can start in a folder that has nothing else.
 BEFORE_THE_RUN = (LOCK_FILE, LOGS_FOLDER, f"{RECIPE_FILE}.tmp")
@@ -87,12 +90,51 @@ def write_initial_files(
         tokenizer.save_pretrained(folder)
     stored = start.generation if start is not None and task.decoding != "none" else {}
     tokens = start.special_tokens if start is not None else {}
-    defaults = build_generation_config(recipe.generate, task, tokenizer, config.context, stored) | dict(tokens)
+    defaults = _generation_config(recipe.generate, task, tokenizer, config.context, stored) | dict(tokens)
     write_atomically(folder / GENERATION_CONFIG_FILE, json.dumps(defaults, indent=2) + "\n")
     for name, fields in task_data.model_files.items():
         write_atomically(folder / name, json.dumps(fields, indent=2) + "\n")
     if labels:
         write_atomically(folder / LABELS_FILE, json.dumps(labels, indent=2, ensure_ascii=False) + "\n")
+
+
+def _generation_config(
+    section: GenerateSection,
+    task: Task,
+    tokenizer: Tokenizer | None,
+    context: int | None,
+    stored: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the content of generation_config.json for a run.
+
+    It has the options for sampling or beam search, as `task.decoding` says, and the ids of special tokens.  If training
+    starts from a model with settings of its own, `stored`, these are kept, but for those that the recipe changes.
+
+    context: the maximum number of tokens of the model, None for no limit.
+    """
+    section = replace(section, max_new_tokens=section.new_tokens_within(context))
+    if stored:
+        default = GenerateSection()
+        default = replace(default, max_new_tokens=default.new_tokens_within(context))
+        changed = {name: value for name, value in asdict(section).items() if value != getattr(default, name)}
+        stated = {name: value for name, value in changed.items() if name in SETTINGS_FIELDS}
+        return {**stored, **stated} | ({"do_sample": section.temperature > 0} if "temperature" in changed else {})
+    data: dict[str, Any] = {"max_new_tokens": section.max_new_tokens}
+    if task.decoding == "sampling":
+        sampling = {"temperature": section.temperature, "top_p": section.top_p, "top_k": section.top_k}
+        data = {"do_sample": section.temperature > 0, **sampling, **data}
+    elif task.decoding == "beam_search":
+        search: dict[str, Any] = {"num_beams": section.num_beams, "length_penalty": section.length_penalty}
+        if section.length_penalty_form != "length":  # a field of ours, which transformers ignores
+            search["length_penalty_form"] = section.length_penalty_form
+        data = {"do_sample": False, **search, **data}
+    if tokenizer is None:
+        return data
+    tokens = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id, "bos_token_id": tokenizer.bos_id}
+    if "encoder-decoder" in task.families:
+        has_bos = task.decoding != "none" and tokenizer.bos_id is not None
+        tokens[DECODER_START_KEY] = tokenizer.bos_id if has_bos else tokenizer.pad_id
+    return data | tokens
 
 
 # The keys of [train] that may be changed when a run is resumed.
@@ -128,16 +170,12 @@ def run_identity(
         values.pop(f"train.{key}", None)
     # Of the tokenizer, the digest says everything but how training texts are sampled.
     values |= {"tokenizer.dropout": recipe.tokenizer.dropout, "tokenizer.alpha": recipe.tokenizer.alpha}
-    return values | {"model configuration": json_digest(to_dict(config))} | _data_digests(task_data, start)
-
-
-def _data_digests(task_data: TaskData, start: WarmStart | None) -> dict[str, Any]:
-    digests: dict[str, Any] = {
-        f"content of data.corpus, split {split}": digest for split, digest in task_data.content_digests.items()
-    }
+    values["model configuration"] = json_digest(to_dict(config))
+    for split, digest in task_data.content_digests.items():
+        values[f"content of data.corpus, split {split}"] = digest
     if start is not None:
-        digests["set of weights in model.folder"] = start.digest
-    return digests | {"tokenizer": task_data.tokenizer.fingerprint if task_data.tokenizer is not None else None}
+        values["set of weights in model.folder"] = start.digest
+    return values | {"tokenizer": task_data.tokenizer.fingerprint if task_data.tokenizer is not None else None}
 
 
 def _flatten(table: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:

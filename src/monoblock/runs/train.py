@@ -30,19 +30,27 @@ from monoblock.model import Transformer
 from monoblock.nn.stack import Stack
 from monoblock.parallel.strategy import DataParallel, FullySharded, Strategy, TensorParallel
 from monoblock.parallel.world import SINGLE_PROCESS, World
-from monoblock.recipes.parse import check_parallel, read_toml, recipe_path
 from monoblock.recipes.schema import Recipe, TrainSection
 from monoblock.runs.build_data import (
+    DEFAULT_LSTM_CONTEXT,
     NO_CUSTOM_PARTS,
     Batch,
     CustomParts,
     build_custom_data,
     build_task_data,
     expected_config,
-    model_context,
 )
+from monoblock.runs.initial_weights import WarmStart, copy_weights, load_warm_start, prepare_trainable
 from monoblock.runs.progress import TrainingProgress, train_to_end
-from monoblock.runs.recipe import build_model_config, parse_recipe, read_recipe, task_of_recipe
+from monoblock.runs.recipe import (
+    build_model_config,
+    check_parallel,
+    parse_recipe,
+    read_recipe,
+    read_toml,
+    recipe_path,
+    task_of_recipe,
+)
 from monoblock.runs.run import Run
 from monoblock.runs.run_folder import (
     CHECKPOINTS_FOLDER,
@@ -51,8 +59,6 @@ from monoblock.runs.run_folder import (
     run_identity,
     write_initial_files,
 )
-from monoblock.runs.trainable import prepare_trainable, resolve_steps
-from monoblock.runs.warm_start import WarmStart, copy_weights, load_warm_start
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
 from monoblock.tokenizers.tokenizer import Tokenizer
@@ -117,9 +123,16 @@ def train(
     for callback in callbacks:
         if not callable(callback):
             raise InputError(f"callbacks: {callback!r:.60} is not a function; give functions that take an event")
-    overrides = [overrides] if isinstance(overrides, str) else overrides
     parts = CustomParts(task, model_class, optimizer, batches, validation_batches, tokenizer)
-    parsed = _parse(recipe, overrides, task, own_data=batches is not None)
+    if isinstance(recipe, Recipe):
+        tables = recipe.to_tables()
+    else:
+        tables = copy.deepcopy(dict(recipe)) if isinstance(recipe, Mapping) else read_toml(str(recipe))
+    if task is not None:
+        tables.setdefault("train", {})["objective"] = task.name
+    if batches is not None:
+        tables.setdefault("data", {}).setdefault("corpus", OWN_DATA)
+    parsed = parse_recipe(tables, [overrides] if isinstance(overrides, str) else overrides, task=task)
     folder = Path("runs") / parsed.name if out is None else Path(out)
     with stop_on_interrupt() as stop, lock_run_folder(folder, create=not resume):
         run = prepare_run(
@@ -189,7 +202,8 @@ def resolve(recipe: Recipe, task: Task | None = None) -> Plan:
 
     task: a task of the user, which the recipe selects by its name in train.objective.
     """
-    task, start = task_of_recipe(recipe, task), load_warm_start(recipe.model)
+    task = task_of_recipe(recipe, task)
+    start = load_warm_start(recipe.model["folder"]) if "folder" in recipe.model else None
     return Plan(recipe, task, start, expected_config(recipe, task, start))
 
 
@@ -200,9 +214,25 @@ def read_data(plan: Plan, parts: CustomParts, data_folder: Path | None, run_fold
     """
     if parts.batches is not None:
         return build_custom_data(parts, plan.start)
-    context = model_context(plan.recipe, plan.config, plan.start)
+    recipe, start, config = plan.recipe, plan.start, plan.config
+    context = None
+    if config is not None:
+        context = config.context if isinstance(config, ModelConfig) else DEFAULT_LSTM_CONTEXT
+        if start is not None or isinstance(config, RecurrentConfig):
+            context = recipe.model.get("context", context)
     folders = {"data_folder": data_folder, "run_folder": run_folder}
-    return build_task_data(plan.recipe, context, task=plan.task, config=plan.config, start=plan.start, **folders)
+    return build_task_data(recipe, context, task=plan.task, config=config, start=start, **folders)
+
+
+def resolve_steps(recipe: Recipe, data: TaskData) -> Recipe:
+    """Return the recipe with train.epochs, and intervals that are given as fractions, converted to numbers of steps."""
+    section, batches = recipe.train, getattr(data.batch_plan, "batches", None)
+    steps = section.steps if section.epochs is None or batches is None else max(1, round(section.epochs * batches))
+    values = {name: getattr(section, name) for name in ("warmup", "save_every", "eval_every")}
+    counts: dict[str, Any] = {
+        name: max(1, round(value * steps)) if 0 < value < 1 else int(value) for name, value in values.items()
+    }
+    return replace(recipe, train=replace(section, steps=steps, **counts))
 
 
 def build(plan: Plan, data: TaskData, folder: Path, model_class: type[Transformer] = Transformer) -> Run:
@@ -220,7 +250,9 @@ def build(plan: Plan, data: TaskData, folder: Path, model_class: type[Transforme
         count = sum(tensor.numel() for name, tensor in model.state_dict().items() if name not in fresh)
         new = f"fresh: {', '.join(fresh) or 'nothing'}"
         event = DecisionEvent(f"begins with {count:,} weights of {start.folder}", new)
-    model, trainable_event = prepare_trainable(model, recipe, fresh)
+    trainable_event = None
+    if recipe.lora.rank or recipe.train.freeze_layers is not None:
+        model, trainable_event = prepare_trainable(model, recipe, fresh)
     digest = compute_body_digest(start.model) if start is not None and recipe.lora.rank else None
     return Run(recipe, folder, task, data, model, event, trainable_event, base_digest=digest)
 
@@ -230,7 +262,6 @@ def build_trainer(
 ) -> Trainer:
     """Distribute the model of a run among its processes, and build the trainer; every process must call this."""
     section, data, model, world = run.recipe.train, run.task_data, run.model, strategy.world
-    config = model.config
     if not strategy.is_sharded:  # else its parts are moved when it is split
         model.to(runtime.device)
     world.seed_process(section.seed)
@@ -238,22 +269,50 @@ def build_trainer(
         model.recompute(section.activation_checkpointing)
     if strategy.is_sharded and runtime.autocast_dtype == torch.float16:
         raise ConfigError(f"fp16 cannot be used with train.parallel={section.parallel}; write train.precision=bf16")
-    loss = build_loss(section, config, run.task, world.sum_tensor_over_data if world.size > 1 else None)
+    loss = build_loss(section, model.config, run.task, world.sum_tensor_over_data if world.size > 1 else None)
     module = strategy.prepare(model, runtime.autocast_dtype)
-    optimizers = Optimizers([parts.build_optimizer(model)]) if parts.optimizer is not None else None
-    if optimizers is not None:
+    if parts.optimizer is not None:
+        optimizers = Optimizers([parts.build_optimizer(model)])
         run.custom_optimizer = type(optimizers.optimizers[0]).__name__
+    else:
+        optimizers = build_optimizers(
+            model,
+            section.optimizer,
+            betas=(section.beta1, section.beta2),
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+            table_decay=section.embedding_weight_decay,
+            adam_factor=section.adam_lr_factor,
+            layer_decay=section.layer_decay,
+            other_names=strategy.weights_elsewhere,
+        )
 
     def rate(step: int) -> float:
-        sizes: dict[str, Any] = {"steps": section.steps, "warmup": section.warmup, "width": config.width}
+        sizes: dict[str, Any] = {"steps": section.steps, "warmup": section.warmup, "width": model.config.width}
         return learning_rate(section.schedule, step, peak=section.lr, floor=section.min_lr_ratio, **sizes)
+
+    def build_share(batch: BatchIndices) -> TensorBatch:
+        """Build this process's share of a batch; `samples` has the indices of the whole batch.
+
+        If there are fewer samples than processes, some build the first sample, without targets: all have to compute.
+        """
+        assert data.build_batch is not None
+        share, samples = batch_for_rank(batch, world.data_rank, world.data_size), batch.indices.tolist()
+        if not len(share.indices):
+            first = BatchIndices(batch.epoch, batch.indices[:1])
+            return data.build_batch(first).without_targets()._replace(samples=samples)
+        return data.build_batch(share)._replace(samples=samples)
+
+    def batches(step: int) -> Iterator[TensorBatch]:
+        assert data.batch_plan is not None
+        return iter(BatchLoader(data.batch_plan, build_share, start=step, stop=section.steps, workers=section.workers))
 
     return Trainer(
         model=model,
-        optimizers=optimizers or _build_optimizers(section, model, strategy),
+        optimizers=optimizers,
         learning_rate=rate,
         loss=loss,
-        batches=data.batches or _batch_iterator(section, data, world),
+        batches=data.batches or batches,
         args=TrainingArguments(
             steps=section.steps,
             accumulate=section.accumulate,
@@ -311,43 +370,6 @@ def build_loss(
     return AdversarialLoss(loss, section.adversarial) if section.adversarial else loss
 
 
-def _build_optimizers(section: TrainSection, model: nn.Module, strategy: Strategy) -> Optimizers:
-    return build_optimizers(
-        model,
-        section.optimizer,
-        betas=(section.beta1, section.beta2),
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-        table_decay=section.embedding_weight_decay,
-        adam_factor=section.adam_lr_factor,
-        layer_decay=section.layer_decay,
-        other_names=strategy.weights_elsewhere,
-    )
-
-
-def _batch_iterator(section: TrainSection, task_data: TaskData, world: World) -> Callable[[int], Iterator[TensorBatch]]:
-    """Return a function that takes the number of a step and yields the batches of this process from that step on."""
-    plan, build_batch = task_data.batch_plan, task_data.build_batch
-    assert plan is not None
-    assert build_batch is not None
-
-    def build(batch: BatchIndices) -> TensorBatch:
-        """Build this process's share of a batch; `samples` has the indices of the whole batch.
-
-        If there are fewer samples than processes, some build the first sample, without targets: all have to compute.
-        """
-        share, samples = batch_for_rank(batch, world.data_rank, world.data_size), batch.indices.tolist()
-        if not len(share.indices):
-            first = BatchIndices(batch.epoch, batch.indices[:1])
-            return build_batch(first).without_targets()._replace(samples=samples)
-        return build_batch(share)._replace(samples=samples)
-
-    def batches(step: int) -> Iterator[TensorBatch]:
-        return iter(BatchLoader(plan, build, start=step, stop=section.steps, workers=section.workers))
-
-    return batches
-
-
 def build_strategy(recipe: Recipe, world: World) -> Strategy:
     """Return the strategy that a recipe names; a process without torchrun needs none."""
     name, section = recipe.train.parallel, recipe.parallel
@@ -390,19 +412,3 @@ def _choose_runtime(section: TrainSection, model: Transformer | Recurrent, world
             f"of {SIZE_MULTIPLE}; write train.precision=bf16"
         )
     return runtime
-
-
-def _parse(
-    recipe: RecipeLike, overrides: Mapping[str, object] | Sequence[str], task: Task | None, *, own_data: bool
-) -> Recipe:
-    if isinstance(recipe, Recipe):
-        tables = recipe.to_tables()
-    elif isinstance(recipe, Mapping):
-        tables = copy.deepcopy(dict(recipe))
-    else:
-        tables = read_toml(str(recipe))
-    if task is not None:
-        tables.setdefault("train", {})["objective"] = task.name
-    if own_data:
-        tables.setdefault("data", {}).setdefault("corpus", OWN_DATA)
-    return parse_recipe(tables, overrides, task=task)

@@ -13,12 +13,10 @@ from monoblock.data.encode import IGNORE_INDEX
 from monoblock.errors import InputError, did_you_mean
 from monoblock.inference.scheduler import pad_right
 from monoblock.metrics.text import perplexity
-from monoblock.recipes.model_config import has_segments
-from monoblock.tasks.image_inputs import Image, read_image
-from monoblock.tasks.input_template import EncodedInput
+from monoblock.tasks.images import Image, read_image
+from monoblock.tasks.input_template import EncodedInput, split_text
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.task_data import group_by_length
-from monoblock.tasks.text_splitting import split_text
+from monoblock.tasks.task_data import group_by_length, has_segments
 from monoblock.training.collate import TensorBatch
 from monoblock.training.loss import CrossEntropyLoss
 

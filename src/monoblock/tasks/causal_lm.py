@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from monoblock.config.model import ModelConfig
 from monoblock.data.corpora.load import Corpus
+from monoblock.errors import ConfigError
 from monoblock.metrics.text import bits_per_byte
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.task import Task, TrainingDefaults
 
 if TYPE_CHECKING:
-    from monoblock.data.batches import BatchIndices, BatchPlan
     from monoblock.tasks.loaded_model import LoadedModel
     from monoblock.tasks.task_data import TaskData, TaskInputs
-    from monoblock.training.collate import TensorBatch
 
 DEFAULT_CONTEXT = 256  # tokens in a window, for models without a maximum context
 
@@ -37,40 +38,50 @@ class CausalLM(Task):
         """Build blocks of running text, in which the label of a token is the next token."""
         import torch
 
-        from monoblock.data.batches import ContiguousBatchPlan
-        from monoblock.tasks import running_text
-        from monoblock.tasks.task_data import TaskData
+        from monoblock.data import batches as plans
+        from monoblock.tasks import task_data as text
         from monoblock.training.collate import TensorBatch, collate_causal_lm
 
         recipe, tokenizer, valid, special = inputs.recipe, inputs.text_tokenizer, inputs.valid, inputs.special_tokens
-        context, seed = running_text.require_context(inputs.max_length), recipe.train.seed
-        tokens = running_text.tokenize_corpus(inputs.train, tokenizer)
-        blocks = running_text.build_blocks(inputs, tokens, context, recipe.data.packing)
-        plan: BatchPlan = inputs.fixed_plan(len(blocks))
+        context, section = text.require_context(inputs.max_length), recipe.train
         is_contiguous = recipe.data.packing == "contiguous"
+        if is_contiguous and isinstance(inputs.config, ModelConfig):
+            raise ConfigError(
+                "data.packing=contiguous carries the state of an LSTM, which a Transformer does not have; write "
+                "data.packing=stream, or model.family=lstm"
+            )
+        if is_contiguous and (inputs.sampler is not None or section.adversarial):
+            raise ConfigError(
+                "data.packing=contiguous cannot be used with tokenizer.dropout, tokenizer.alpha or train.adversarial; "
+                "leave them out, or write data.packing=stream"
+            )
+        tokens = text.tokenize_corpus(inputs.train, tokenizer)
+        blocks = text.build_blocks(inputs, tokens, context, recipe.data.packing)
+        plan: plans.BatchPlan = inputs.fixed_plan(len(blocks))
         if is_contiguous:
-            running_text.check_contiguous(inputs)
-            plan = ContiguousBatchPlan(len(blocks), inputs.samples_per_step)
+            plan = plans.ContiguousBatchPlan(len(blocks), inputs.samples_per_step)
 
-        def build_batch(batch: BatchIndices) -> TensorBatch:
-            samples = [blocks.sample(int(index), batch.epoch, seed) for index in batch.indices]
+        def build_batch(batch: plans.BatchIndices) -> TensorBatch:
+            samples = [blocks.sample(int(index), batch.epoch, section.seed) for index in batch.indices]
             tensors, labels = collate_causal_lm(samples, special)
-            if isinstance(plan, ContiguousBatchPlan):
+            if isinstance(plan, plans.ContiguousBatchPlan):
                 indices = torch.from_numpy(batch.indices)
                 tensors |= {"lanes": indices // plan.batches, "blocks": indices % plan.batches}
             return TensorBatch(tensors, labels, batch.epoch, batch.indices.tolist())
 
         num_validation, evaluation = 0, None
-        options: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if valid is not None:
-            validation = running_text.tokenize_corpus(valid, tokenizer)
+            validation = text.tokenize_corpus(valid, tokenizer)
             num_validation = len(validation)
-            iterate = running_text.iterate_lanes if is_contiguous else running_text.iterate_windows
-            evaluation = partial(iterate, validation, context, recipe.train.batch)
-            options["bytes_per_token"] = running_text.count_bytes(valid) / num_validation
-            options["baseline_losses"] = running_text.baseline_losses(tokens, validation)
+            iterate = text.iterate_lanes if is_contiguous else text.iterate_windows
+            evaluation = partial(iterate, validation, context, section.batch)
+            facts["bytes_per_token"] = text.count_bytes(valid) / num_validation
+            # The losses of a uniform and of a unigram distribution, in nats per token.
+            unigram = text.unigram_loss(tokens, validation)
+            facts["baseline_losses"] = {"uniform": math.log(tokens.vocab), "unigram": unigram}
         summary = f"{len(tokens):,} tokens to train on, {num_validation:,} to validate"
-        return TaskData(tokenizer, special, plan, build_batch, evaluation, summary=summary, **options)
+        return text.TaskData(tokenizer, special, plan, build_batch, evaluation, summary=summary, **facts)
 
     def evaluate(self, loaded: LoadedModel, request: EvaluationRequest, /) -> Evaluation:
         """Compute the mean loss over all tokens but the first, in windows of `request.context` tokens.
@@ -78,7 +89,7 @@ class CausalLM(Task):
         Windows begin `request.stride` tokens apart; by default they do not overlap.
         """
         from monoblock.tasks.batching import score_tokens
-        from monoblock.tasks.running_text import count_bytes, iterate_windows, tokenize_corpus
+        from monoblock.tasks.task_data import count_bytes, iterate_windows, tokenize_corpus
 
         corpus = read_corpus(request, self.corpus_kinds)
         context = request.context or loaded.model.config.context or DEFAULT_CONTEXT

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monoblock.config.schema import check_at_least, check_fraction, check_types, to_dict
 from monoblock.data.corpora.load import Corpus
@@ -14,7 +14,6 @@ from monoblock.data.readers.records import LabelledImage, LabelledPicture, Label
 from monoblock.errors import ConfigError, InputError
 from monoblock.tasks.evaluation_report import MAX_MISTAKES, Evaluation, EvaluationRequest, Table, read_corpus
 from monoblock.tasks.input_template import EncodedInput, InputTemplate
-from monoblock.tasks.labels import Prediction, class_indices, top_predictions
 from monoblock.tasks.task import Task, TrainingDefaults
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from monoblock.plots.confusion_matrix import Mistake
     from monoblock.tasks.batching import LongTextMode, ProgressCallback
-    from monoblock.tasks.image_inputs import Image
+    from monoblock.tasks.images import Image
     from monoblock.tasks.loaded_model import LoadedModel
     from monoblock.tasks.task_data import TaskData, TaskInputs
 
@@ -74,7 +73,8 @@ class Classification(Task):
         import numpy as np
 
         from monoblock.data.encode import encode_labelled
-        from monoblock.tasks.image_classification import build_image_data
+        from monoblock.tasks.images import build_image_data
+        from monoblock.tasks.task_data import class_indices
         from monoblock.training.collate import collate_classification
 
         train, valid, labels, section = inputs.train, inputs.valid, inputs.labels, inputs.section(ClassificationSection)
@@ -132,6 +132,7 @@ class Classification(Task):
         """Compute accuracy, macro F1, loss and calibration error, the confusion matrix and the scores of each class."""
         from monoblock.metrics import classification
         from monoblock.plots.confusion_matrix import save_confusion_matrix
+        from monoblock.tasks.task_data import class_indices
 
         corpus = read_corpus(request, "images" if loaded.tokenizer is None else "labelled")
         labels = class_indices(corpus, loaded.labels)
@@ -152,17 +153,39 @@ class Classification(Task):
         report = classification.classification_report(counts, loaded.labels)
         scores = zip(loaded.labels, classification.class_scores(counts), strict=True)
         rows = [[label, *score] for label, score in scores if score.support]
+        notes = [
+            "f1 is the mean over classes; ece is the calibration error over "
+            f"{classification.CALIBRATION_BINS} bins, in percent"
+        ]
+        limit = loaded.model.config.context
+        if corpus.kind != "images" and limit is not None:
+            encode, template = loaded.tokenizer.encode, loaded.input_template(limit)
+            pairs = (
+                (encode(row.text), None if row.text_pair is None else encode(row.text_pair)) for row in corpus.rows
+            )
+            count = sum(template(*pair).num_truncated > 0 for pair in pairs)
+            notes += [f"{count:,} of {len(corpus):,} texts were cut to {limit} tokens"] if count else []
         return Evaluation(
             metrics | report | {"worst": samples[:MAX_MISTAKES]},
             samples[: request.samples],
-            [
-                "f1 is the mean over classes; ece is the calibration error over "
-                f"{classification.CALIBRATION_BINS} bins, in percent",
-                *_truncation_notes(loaded, corpus),
-            ],
+            notes,
             tables=[Table(["class", "precision", "recall", "f1", "there"], rows)],
             save_plot=lambda path: save_confusion_matrix(counts, loaded.labels, mistakes[:MAX_MISTAKES], path),
         )
+
+
+# -- labels -----------------------------------------------------------------------------------------------------------
+
+
+class Prediction(NamedTuple):
+    label: str
+    probability: float
+
+
+def top_predictions(labels: Sequence[str], probabilities: Tensor, top: int) -> list[Prediction]:
+    """Return the `top` most probable labels, best first; `probabilities` has the shape (classes,)."""
+    values, indices = probabilities.topk(min(top, len(probabilities)))
+    return [Prediction(labels[index], value) for index, value in zip(indices.tolist(), values.tolist(), strict=True)]
 
 
 # -- prediction -------------------------------------------------------------------------------------------------------
@@ -250,19 +273,6 @@ def _predict_corpus(loaded: LoadedModel, corpus: Corpus, request: EvaluationRequ
     return predict_probabilities(loaded, texts, batch=request.batch_size, long="cut").double().numpy()
 
 
-def _truncation_notes(loaded: LoadedModel, corpus: Corpus) -> list[str]:
-    """Return a note that says how many texts were truncated, as a list; the list is empty if none were."""
-    limit = loaded.model.config.context
-    if corpus.kind == "images" or limit is None:
-        return []
-    encode, template = loaded.tokenizer.encode, loaded.input_template(limit)
-    inputs = (
-        template(encode(row.text), None if row.text_pair is None else encode(row.text_pair)) for row in corpus.rows
-    )
-    count = sum(encoded.num_truncated > 0 for encoded in inputs)
-    return [f"{count:,} of {len(corpus):,} texts were cut to {limit} tokens"] if count else []
-
-
 def _input_image(row: LabelledImage | LabelledPicture) -> Image:
     return Path(row.path) if isinstance(row, LabelledPicture) else row.pixels
 
@@ -275,7 +285,7 @@ def _build_mistake(
     loaded: LoadedModel, corpus: Corpus, probabilities: Any, labels: Sequence[int], index: int
 ) -> Mistake:
     from monoblock.plots.confusion_matrix import Mistake
-    from monoblock.tasks.image_inputs import read_image
+    from monoblock.tasks.images import read_image
 
     row, prediction = corpus.rows[index], int(probabilities[index].argmax())
     image = corpus.kind == "images"

@@ -22,7 +22,7 @@ from monoblock.tasks.batching import (
     run_batches,
     run_image_batches,
 )
-from monoblock.tasks.image_inputs import Image
+from monoblock.tasks.images import Image
 from monoblock.tasks.loaded_model import LoadedModel
 
 POOLINGS = ("mean", "cls", "last")

@@ -105,18 +105,27 @@ def score_labels(
     batch: int = 32,
 ) -> Tensor:
     """Return the log-probability of the word of each label after the prompt of each text, of shape (texts, labels)."""
-    model = _require_decoder(loaded)
+    model = loaded.model
+    head = model.config.head if isinstance(model, Transformer) else None
+    if not isinstance(model, Transformer) or model.decoder is None or model.encoder is not None or head is None:
+        family = with_article(model.config.family)
+        raise InputError(
+            f"few-shot prompts need a decoder-only language model, but this is {family} model; give another model"
+        )
     rows = [_encode_prompt(loaded, template, examples, text) for text in texts]
     limit, longest = model.config.context, max(row.length for row in rows)
     if limit is not None and longest > limit:
         raise InputError(
             f"a prompt and its label have {longest} tokens, but the model reads at most {limit}; use fewer shots"
         )
-    shared = _shared_prefix_length([row.prompt_ids for row in rows])
+    # The tokens with which all prompts begin are processed once; at least one token of each prompt is left over.
+    prompts = [row.prompt_ids for row in rows]
+    most = min(map(len, prompts)) - 1
+    shared = next((n for n in range(most) if len({prompt[n] for prompt in prompts}) > 1), most)
     scores = torch.empty(len(rows), len(template.label_words), dtype=torch.float64)
     with torch.inference_mode():
         prefix = _prefill(model, rows[0].prompt_ids[:shared], longest)
-        for indices in group_by_length([len(row.prompt_ids) for row in rows], batch, longest_first=False):
+        for indices in group_by_length([len(prompt) for prompt in prompts], batch, longest_first=False):
             scores[indices] = _score_batch(model, prefix, shared, [rows[index] for index in indices], longest)
     return scores
 
@@ -170,10 +179,15 @@ def evaluate_few_shot(
         known = f"{', '.join(label_words)}{did_you_mean(unknown, label_words)}"
         raise InputError(f"{request.data} has no label {unknown!r}; it has {known}")
     prompt = PromptTemplate(template or TEMPLATES.get(request.data, DEFAULT_TEMPLATE), label_words)
-    rows = [
-        _evaluate_shots(loaded, prompt, corpus.rows, train.rows, count, request.batch_size, calibrate, seed)
-        for count in shots
-    ]
+    rows, texts = [], [row.text for row in corpus.rows]
+    for count in shots:
+        examples = sample_balanced(train.rows, prompt.labels, count, seed)
+        row: dict[str, Any] = {"shots": count}
+        scores = score_labels(loaded, prompt, examples, texts, batch=request.batch_size)
+        if calibrate:
+            row["plain"] = accuracy(scores, corpus.rows, prompt.labels)
+            scores = calibrate_scores(scores, score_content_free(loaded, prompt, examples))
+        rows.append(row | {"accuracy": accuracy(scores, corpus.rows, prompt.labels)})
     metrics = {"accuracy": rows[-1]["accuracy"], "shots": shots[-1], "few_shot": rows}
     metrics |= {"calibrated": calibrate, "sources": len(corpus), "split": corpus.split}
     columns = list(rows[0])
@@ -182,25 +196,6 @@ def evaluate_few_shot(
         notes=[f"template {prompt.template!r}, examples sampled from the training split with seed {seed}"],
         tables=[Table(columns, [[row[column] for column in columns] for row in rows])],
     )
-
-
-def _evaluate_shots(
-    loaded: LoadedModel,
-    template: PromptTemplate,
-    rows: Sequence[LabelledText],
-    train: Sequence[LabelledText],
-    num_shots: int,
-    batch: int,
-    calibrate: bool,
-    seed: int,
-) -> dict[str, Any]:
-    examples = sample_balanced(train, template.labels, num_shots, seed)
-    scores = score_labels(loaded, template, examples, [row.text for row in rows], batch=batch)
-    metrics: dict[str, Any] = {"shots": num_shots}
-    if calibrate:
-        metrics["plain"] = accuracy(scores, rows, template.labels)
-        scores = calibrate_scores(scores, score_content_free(loaded, template, examples))
-    return metrics | {"accuracy": accuracy(scores, rows, template.labels)}
 
 
 def accuracy(scores: Tensor, rows: Sequence[LabelledText], labels: Sequence[str]) -> float:
@@ -244,30 +239,11 @@ def _encode_prompt(
     return EncodedPrompt(ids, label_ids)
 
 
-def _require_decoder(loaded: LoadedModel) -> Transformer:
-    model = loaded.model
-    head = model.config.head if isinstance(model, Transformer) else None
-    if not isinstance(model, Transformer) or model.decoder is None or model.encoder is not None or head is None:
-        family = with_article(model.config.family)
-        raise InputError(
-            f"few-shot prompts need a decoder-only language model, but this is {family} model; give another model"
-        )
-    return model
-
-
-def _shared_prefix_length(prompts: Sequence[list[int]]) -> int:
-    """Return the length of the longest common prefix of all prompts; at least one token of each prompt is left over."""
-    limit = min(map(len, prompts)) - 1
-    return next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)
-
-
 def _prefill(model: Transformer, ids: list[int], capacity: int) -> Cache:
     """Return a key-value cache for one sequence of up to `capacity` tokens, filled with `ids`."""
     cache = model.make_cache(batch=1, capacity=capacity, chunk=max(1, capacity))
     if ids:
-        first = torch.tensor(
-            [[0]], device=model.device
-        )  # the logits are not used, so compute them at one position only
+        first = torch.tensor([[0]], device=model.device)  # the logits are not used: compute them at one position only
         model(torch.tensor([ids], device=model.device), cache=cache, logits_at=first)
         cache.advance(len(ids))
     return cache

@@ -1,4 +1,4 @@
-"""Encode texts with the special tokens and segments that a model expects.
+"""Encode texts with the special tokens and segments that a model expects, and split texts that are too long for it.
 
 The result is `<cls> text <sep>`, `<cls> text <sep> text <sep>`, or the template of a Hugging Face tokenizer. Training,
 prediction and evaluation all encode here, so that a model never reads a format it was not trained on.
@@ -6,11 +6,18 @@ prediction and evaluation all encode here, so that a model never reads a format 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+from monoblock.errors import FileError, InputError
 
 if TYPE_CHECKING:
     from monoblock.tokenizers.tokenizer import Tokenizer
+
+
+BYTE_ORDER_MARK = "\ufeff"  # some editors write it at the start of a file
+SENTENCE_END = re.compile(r"([.!?…।॥。！？][\"'”’»)]*)\s+")  # includes closing quotes and parentheses
 
 
 class EncodedInput(NamedTuple):
@@ -36,7 +43,7 @@ class InputTemplate:
     @property
     def text_start(self) -> int:
         """The number of special tokens before a single text."""
-        return _first_text(self.single)
+        return self.single.index((None, 0))
 
     def __call__(self, text: Sequence[int], pair: Sequence[int] | None = None) -> EncodedInput:
         """Encode a text or a pair; if it is too long, tokens are removed from the end of the longer text."""
@@ -53,11 +60,8 @@ class InputTemplate:
             ids = next(remaining) if token is None else [token]
             result += ids
             segments += [segment] * len(ids)
-        return EncodedInput(result, segments, _first_text(template), num_truncated)
-
-
-def _first_text(template: Sequence[tuple[int | None, int]]) -> int:
-    return next(index for index, (token, _) in enumerate(template) if token is None)
+        start = next(index for index, (token, _) in enumerate(template) if token is None)
+        return EncodedInput(result, segments, start, num_truncated)
 
 
 def _truncate_lengths(lengths: list[int], max_total: int | None) -> list[int]:
@@ -132,3 +136,58 @@ class WordEncoder:
             positions.append(self.template.text_start + len(ids))
             ids += word
         return EncodedWords(self.template(ids).ids, positions)
+
+
+# -- lines and long texts ---------------------------------------------------------------------------------------------
+
+
+def decode_lines(stream: Iterable[bytes], name: str) -> Iterator[str]:
+    """Yield the lines of a UTF-8 stream, without line ends; `name` is what error messages call the stream."""
+    for number, raw in enumerate(stream, 1):
+        try:
+            line = raw.decode("utf-8")
+        except UnicodeDecodeError as problem:
+            location = f"{name}, line {number}, byte {problem.start + 1}"
+            raise FileError(f"{location}: not UTF-8 (0x{raw[problem.start]:02x}); convert the text to UTF-8") from None
+        line = line.removesuffix("\n").removesuffix("\r")
+        yield line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+
+
+def split_text(text: str, fits: Callable[[str], bool], *, pack: bool = True) -> list[str]:
+    """Split a text into parts for which `fits` returns True; a text that fits is returned as a single part.
+
+    The text is split between sentences, and a sentence that does not fit is split at spaces.
+
+    pack: join neighbouring sentences into one part as long as it fits; False makes each sentence a separate part.
+    """
+    if fits(text):
+        return [text]
+    parts: list[str] = []
+    for sentence in split_sentences(text):
+        if fits(sentence):
+            parts.append(sentence)
+        else:
+            parts += _pack(sentence.split(), fits)
+    return _pack(parts, fits) if pack else parts
+
+
+def split_sentences(text: str) -> list[str]:
+    """Split a text into sentences; only the white space between them is removed."""
+    *pairs, last = SENTENCE_END.split(text)
+    sentences = [f"{sentence}{end}" for sentence, end in zip(pairs[::2], pairs[1::2], strict=True)]
+    return [sentence for sentence in (*sentences, last) if sentence.strip()]
+
+
+def _pack(parts: Iterable[str], fits: Callable[[str], bool]) -> list[str]:
+    """Join neighbouring parts, with a space between them, as long as they fit."""
+    packed: list[str] = []
+    for part in parts:
+        if not fits(part):
+            raise InputError(
+                f"{part[:40]!r} is longer than the context of the model and has no space to split it at; shorten it"
+            )
+        if packed and fits(f"{packed[-1]} {part}"):
+            packed[-1] = f"{packed[-1]} {part}"
+        else:
+            packed.append(part)
+    return packed

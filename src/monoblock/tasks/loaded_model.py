@@ -1,41 +1,47 @@
-"""The class `LoadedModel`: a model with its tokenizer, its labels and the settings it was trained with.
+"""The class `LoadedModel`: a model with its tokenizer, its labels, the settings it was trained with and its decoding.
 
-The functions that predict and evaluate take a `LoadedModel`; `mb.load` (runs/load.py) reads one from a folder.
+The functions that predict and evaluate take a `LoadedModel`; `mb.load` (runs/load.py) reads one from a folder, with the
+methods of a `Pipeline`. Its default decoding options are those of generation_config.json, in run folders and in Hugging
+Face folders; fields of that file that are not supported are ignored and reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from monoblock.baselines.generate import MAX_ROWS, Decoder
 from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import PatchConfig
-from monoblock.errors import InputError
+from monoblock.errors import FileError, InputError
 from monoblock.inference.engine import Engine
 from monoblock.inference.generate import score_texts, truncated_length
 from monoblock.inference.optimized import optimize
 from monoblock.inference.pages import default_max_rows
 from monoblock.inference.prepared_model import GenerativeModel
 from monoblock.inference.scheduler import Prompt
-from monoblock.inference.settings import Settings, check_effects, parse_settings
+from monoblock.inference.settings import ENGINE_OPTIONS, Settings, check_effects, parse_settings
 from monoblock.inference.streaming_text import StreamingText, TextChunk, stream_chunks
 from monoblock.inference.supported_models import reason_not_to_optimize
+from monoblock.interop.generation import UNREPORTED_FIELDS, is_neutral
+from monoblock.interop.model_folder import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelFolder
 from monoblock.model import Transformer
 from monoblock.recipes.schema import DataSection
-from monoblock.tasks.image_inputs import ImagePreprocessing
+from monoblock.tasks.images import ImagePreprocessing
 from monoblock.tasks.input_template import InputTemplate
-from monoblock.tasks.pairs import NORMALIZERS, Seq2SeqSection
-from monoblock.tasks.tags import TagAwareEncoder
+from monoblock.tasks.tags import NORMALIZERS, TagAwareEncoder
 from monoblock.tasks.task_data import special_token_ids
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import SpecialTokenIds
+from monoblock.untrusted_files import short_repr
 
 S = TypeVar("S")
 DEFAULT_BATCH = 64  # number of inputs processed at once
 DEFAULT_MAX_NEW_TOKENS = 256  # used if neither the model folder nor the call sets max_new_tokens
+DECODER_START_KEY = "decoder_start_token_id"
+SETTINGS_FIELDS = {field.name for field in fields(Settings)} - {"seed", "logits_processor", *ENGINE_OPTIONS}
 # Maps each kind of head to the `Pipeline` method that uses it.
 HEAD_METHODS = {
     "classifier": "classify",
@@ -64,7 +70,9 @@ class GenerationDefaults:
         """
         options = {"temperature": 0.0, "num_beams": 1, **self.options, **overrides}
         explicit = {name for name, value in overrides.items() if value is not None}
-        if exceeds(options.get("num_beams"), 1) and exceeds(options.get("temperature"), 0):
+        beams, temperature = options["num_beams"], options["temperature"]  # of any type: they are not checked yet
+        is_number = isinstance(beams, int | float) and isinstance(temperature, int | float)
+        if is_number and beams > 1 and temperature > 0:
             if "num_beams" in explicit and "temperature" not in explicit:
                 options["temperature"] = 0.0
             elif "temperature" in explicit and "num_beams" not in explicit:
@@ -72,11 +80,6 @@ class GenerationDefaults:
         settings = parse_settings({name: value for name, value in options.items() if value is not None})
         check_effects(settings, explicit - {"length_penalty"})  # `translate` also scores a greedy text with it
         return settings
-
-
-def exceeds(value: object, threshold: float) -> bool:
-    """Return whether `value`, which may have any type, is a number above the threshold."""
-    return isinstance(value, (int, float)) and value > threshold
 
 
 @dataclass
@@ -209,14 +212,16 @@ class LoadedModel:
         return TagAwareEncoder(self.tokenizer)
 
     def _normalize(self, text: str) -> str:
-        return NORMALIZERS[self.section(Seq2SeqSection).normalize](text)
+        return NORMALIZERS[getattr(self.task_section, "normalize", "none")](text)
 
     def normalize_source(self, text: str) -> tuple[str, int]:
         """Return a source normalized as in training and without its leading tags, and the number of tags removed.
 
         For a model that was not trained with a recipe, return the text unchanged and 0.
         """
-        return self.source_encoder.strip_leading_tags(self._normalize(text)) if self.defaults.from_recipe else (text, 0)
+        if not self.defaults.from_recipe:
+            return text, 0
+        return self.source_encoder.strip_leading_tags(self._normalize(text))
 
     def encode_prompt(self, text: str) -> Prompt:
         """Encode a text as a prompt, which a model without an encoder continues.
@@ -235,14 +240,11 @@ class LoadedModel:
         ids = tokenizer.encode(text, add_specials=not from_recipe)
         if ids and not from_recipe and ids[-1] == tokenizer.eos_id:
             ids.pop()  # a text to be continued has not ended
-        return Prompt(tuple(ids or self._start_ids()))
-
-    def _start_ids(self) -> list[int]:
-        """Return the ids of an empty prompt: the start token or, if there is none, the end token."""
-        for token in (self.tokenizer.bos_id, self.tokenizer.eos_id):
-            if token is not None:
-                return [token]
-        raise InputError("this tokenizer has no start token to begin with; give a prompt of at least one word")
+        if not ids:  # an empty prompt is the start token or, if there is none, the end token
+            ids = [token for token in (tokenizer.bos_id, tokenizer.eos_id) if token is not None][:1]
+        if not ids:
+            raise InputError("this tokenizer has no start token to begin with; give a prompt of at least one word")
+        return Prompt(tuple(ids))
 
     def truncate(self, prompt: Prompt, truncation: str | None, max_new_tokens: int) -> Prompt:
         """Return the prompt without its first tokens if `truncation` is "left" and it is too long for the context."""
@@ -261,7 +263,7 @@ class LoadedModel:
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
-    def generate(
+    def decode(
         self,
         prompts: Sequence[Prompt],
         settings: Settings | Sequence[Settings],
@@ -270,28 +272,25 @@ class LoadedModel:
         new_text: bool = False,
         return_scores: bool = False,
     ) -> list[list[Hypothesis]]:
-        """Return `num_return_sequences` hypotheses for each prompt; the arguments are those of `stream_chunks`."""
+        """Return `num_return_sequences` hypotheses for each prompt; the arguments are those of `decode_chunks`."""
         settings = [settings] * len(prompts) if isinstance(settings, Settings) else list(settings)
         hypotheses = [[Hypothesis() for _ in range(own.num_return_sequences)] for own in settings]
-        for chunk in self.stream_chunks(prompts, settings, stop, new_text=new_text):
+        for chunk in self.decode_chunks(prompts, settings, stop, new_text=new_text):
             hypothesis = hypotheses[chunk.prompt_index][chunk.sequence_index]
             hypothesis.text += chunk.text
             hypothesis.num_tokens += chunk.num_tokens
             hypothesis.ids += chunk.ids
             hypothesis.finish_reason, hypothesis.score = chunk.finish_reason, chunk.score
-        if return_scores:
-            self._add_token_scores(prompts, hypotheses)
-        return hypotheses
-
-    def _add_token_scores(self, prompts: Sequence[Prompt], hypotheses: Sequence[Sequence[Hypothesis]]) -> None:
-        if not isinstance(self.model, Transformer):
-            raise InputError("an LSTM gives no token scores; leave out return_scores")
-        if self.ensemble:
-            raise InputError("an ensemble gives no token scores; leave out return_scores")
+        if not return_scores:
+            return hypotheses
+        if not isinstance(self.model, Transformer) or self.ensemble:
+            kind = "ensemble" if self.ensemble else "LSTM"
+            raise InputError(f"an {kind} gives no token scores; leave out return_scores")
         rows = [(prompt, hypothesis) for prompt, row in zip(prompts, hypotheses, strict=True) for hypothesis in row]
         scores = score_texts(self.model, [prompt for prompt, _ in rows], [hypothesis.ids for _, hypothesis in rows])
         for (_, hypothesis), row_scores in zip(rows, scores, strict=True):
             hypothesis.token_scores = tuple(row_scores)
+        return hypotheses
 
     def default_batch(self, prompt_length: int, settings: Settings) -> int:
         """Return how many prompts of this length to decode at once: 64, or as many as suit a GPU."""
@@ -305,7 +304,7 @@ class LoadedModel:
         limit = self.model.config.context
         return length if limit is None else min(length, limit)
 
-    def stream_chunks(
+    def decode_chunks(
         self,
         prompts: Sequence[Prompt],
         settings: Sequence[Settings],
@@ -333,3 +332,48 @@ class LoadedModel:
             for sequence in range(settings[index].num_return_sequences)
         }
         return stream_chunks(engine, prompt_of_request, texts, settings[0].eos_token_id)
+
+
+# -- generation_config.json -------------------------------------------------------------------------------------------
+
+
+def read_generation_defaults(folder: ModelFolder, tokenizer: Tokenizer) -> GenerationDefaults:
+    """Read the default decoding options of a model folder; ids of special tokens that it lacks are the tokenizer's."""
+    values, path = folder.generation, folder.path
+
+    def is_count(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value > 1
+
+    data = folder.read_json(GENERATION_CONFIG_FILE)
+    options = {name: value for name, value in values.items() if name in SETTINGS_FIELDS}
+    if not values.get("do_sample", folder.is_run):  # Hugging Face files give a temperature even without sampling
+        options["temperature"] = 0.0
+    elif "temperature" not in options:
+        options["temperature"] = 1.0
+    if is_count(options.get("num_beams")):
+        options["temperature"] = 0.0
+    for name, token in (("eos_token_id", tokenizer.eos_id), ("pad_token_id", tokenizer.pad_id)):
+        if token is not None:
+            options.setdefault(name, token)
+    is_encoder_decoder = folder.read_json(CONFIG_FILE).get("is_encoder_decoder")
+    if is_encoder_decoder and is_count(values.get("max_length")) and "max_new_tokens" not in options:
+        options["max_new_tokens"] = values["max_length"] - 1  # it counts the start token of the target
+    known = SETTINGS_FIELDS | UNREPORTED_FIELDS | {DECODER_START_KEY}
+    ignored = tuple(sorted(name for name, value in data.items() if name not in known and not is_neutral(name, value)))
+    try:
+        parse_settings({"num_beams": 1, **options})
+    except (InputError, TypeError) as problem:
+        raise FileError(f"{path / GENERATION_CONFIG_FILE}: {problem}") from None
+    start = values.get(DECODER_START_KEY)
+    if start is None:
+        start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.pad_id
+    elif isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        raise FileError(f"{path}: {DECODER_START_KEY}={short_repr(start)} is not a token id; write 0 or more")
+    return GenerationDefaults(options, start, ignored, folder.is_run)
+
+
+def stated_settings(folder: ModelFolder) -> dict[str, Any]:
+    """Return the content of a generation_config.json that states how texts are generated; {} if it has only ids."""
+    options = folder.generation
+    stated = [name for name in options if name in SETTINGS_FIELDS | {"max_length"} and not name.endswith("_token_id")]
+    return {name: value for name, value in options.items() if not name.startswith("_")} if stated else {}

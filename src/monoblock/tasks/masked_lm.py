@@ -1,18 +1,18 @@
-"""Masked language modeling: restore masked tokens (Devlin et al. 2019)."""
+"""Restore masked tokens (Devlin et al. 2019), or spans that were replaced by sentinels (Raffel et al. 2020)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from monoblock.config.schema import check_fraction, check_types
 from monoblock.data.corpora.load import Corpus
 from monoblock.errors import InputError
 from monoblock.recipes.schema import Recipe
+from monoblock.tasks.classification import Prediction
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
-from monoblock.tasks.labels import Prediction
 from monoblock.tasks.task import Task, TrainingDefaults
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class MaskedLM(Task):
 
     def data(self, inputs: TaskInputs, /) -> TaskData:
         """Build blocks of running text or, with data.packing="documents", one document per row."""
-        from monoblock.tasks.running_text import build_denoising_data
+        from monoblock.tasks.task_data import build_denoising_data
         from monoblock.training.collate import collate_masked_lm
 
         collate = partial(collate_masked_lm, rate=inputs.section(CorruptionSection).mask_rate)
@@ -75,19 +75,62 @@ class MaskedLM(Task):
         Of the masked tokens, 80 % are replaced by [MASK] and 10 % by random tokens; 10 % are unchanged (Devlin et al.
         2019). The inputs are blocks of text or single documents, as in training; labels of the corpus are ignored.
         """
+        import numpy as np
+
+        from monoblock.data.blocks import BlockDataset
+        from monoblock.tasks import task_data
         from monoblock.tasks.batching import score_tokens
-        from monoblock.tasks.task_data import EVALUATION_SEED
         from monoblock.training.collate import TensorBatch, collate_masked_lm
 
-        corpus = read_corpus(request, self.corpus_kinds)
-        iterate = _iterate_documents if loaded.trained_on_documents else _iterate_blocks
-        collate = partial(collate_masked_lm, special=loaded.special_tokens, seed=EVALUATION_SEED, epoch=0)
-        batches = iterate(loaded, corpus, request, max(1, request.batch_size // 4))
-        metrics = score_tokens(loaded, (TensorBatch(*collate(rows, rate=MASK_RATE), 0, []) for rows in batches))
+        corpus, batch = read_corpus(request, self.corpus_kinds), max(1, request.batch_size // 4)
+        if loaded.trained_on_documents:
+            template = loaded.input_template(loaded.training_length(request.context))
+            texts = [template(ids).ids for ids in loaded.tokenizer.encode_batch(_nonempty_texts(corpus))]
+
+            def row(index: int) -> NDArray[np.int64]:
+                return np.array(texts[index], np.int64)
+
+            groups: Sequence[Sequence[int]] = task_data.group_for_evaluation([len(ids) for ids in texts], batch)
+        else:
+            tokens = task_data.tokenize_corpus(corpus, loaded.tokenizer)
+            length = min(request.context or loaded.model.config.context or 256, max(1, len(tokens) - 1))
+            blocks = BlockDataset(tokens, length)
+
+            def row(index: int) -> NDArray[np.int64]:
+                return blocks.sample(index, 0, task_data.EVALUATION_SEED)["ids"][:-1]
+
+            groups = task_data.consecutive_groups(len(blocks), batch)
+        collate = partial(collate_masked_lm, special=loaded.special_tokens, seed=task_data.EVALUATION_SEED, epoch=0)
+        samples = ([{"ids": row(index), "sample": index} for index in indices] for indices in groups)
+        metrics = score_tokens(loaded, (TensorBatch(*collate(one, rate=MASK_RATE), 0, []) for one in samples))
         if not metrics["tokens"]:
             raise InputError(f"{corpus.name} is so short that none of its tokens is masked; give more text")
         notes = [f"over the {MASK_RATE:.0%} of the tokens that are masked, always the same tokens"]
         return Evaluation({**metrics, "split": corpus.split}, notes=notes)
+
+
+class SpanCorruption(Task):
+    name = "span_corruption"
+    about = "restore spans of running text that were replaced by sentinels"
+    families = ("encoder-decoder",)
+    section = CorruptionSection
+    required_tokens = ("sentinels",)
+    supports_subword_sampling = True
+    defaults = TrainingDefaults(1, 16, 512)
+
+    def special_tokens(self, recipe: Recipe, train: Corpus, /) -> list[str]:
+        return ["pad", "eos", "sentinels=100"]
+
+    def data(self, inputs: TaskInputs, /) -> TaskData:
+        """Build blocks of text with sentinels in place of spans, and the spans as targets.
+
+        As in T5, a target starts with the padding token.
+        """
+        from monoblock.tasks.task_data import build_denoising_data
+        from monoblock.training.collate import collate_span_corruption
+
+        start, rate = inputs.special_tokens.pad_id, inputs.section(CorruptionSection).mask_rate
+        return build_denoising_data(inputs, collate=partial(collate_span_corruption, start=start, rate=rate))
 
 
 # -- documents --------------------------------------------------------------------------------------------------------
@@ -131,35 +174,6 @@ def _build_document_data(inputs: TaskInputs, *, collate: Collate) -> TaskData:
 def _nonempty_texts(corpus: Corpus) -> list[str]:
     """Return the texts of a corpus that are not only white space."""
     return [text for text in corpus.texts() if text.strip()]
-
-
-def _iterate_documents(
-    loaded: LoadedModel, corpus: Corpus, request: EvaluationRequest, batch: int
-) -> Iterator[list[dict[str, Any]]]:
-    """Yield batches of single texts, with special tokens and truncated as in training."""
-    import numpy as np
-
-    from monoblock.tasks.task_data import group_for_evaluation
-
-    template = loaded.input_template(loaded.training_length(request.context))
-    texts = [template(ids).ids for ids in loaded.tokenizer.encode_batch(_nonempty_texts(corpus))]
-    for indices in group_for_evaluation([len(ids) for ids in texts], batch):
-        yield [{"ids": np.array(texts[index], np.int64), "sample": index} for index in indices]
-
-
-def _iterate_blocks(
-    loaded: LoadedModel, corpus: Corpus, request: EvaluationRequest, batch: int
-) -> Iterator[list[dict[str, Any]]]:
-    """Yield batches of blocks of running text, all of one length."""
-    from monoblock.data.blocks import BlockDataset
-    from monoblock.tasks.running_text import tokenize_corpus
-    from monoblock.tasks.task_data import EVALUATION_SEED
-
-    tokens = tokenize_corpus(corpus, loaded.tokenizer)
-    blocks = BlockDataset(tokens, min(request.context or loaded.model.config.context or 256, max(1, len(tokens) - 1)))
-    for start in range(0, len(blocks), batch):
-        indices = range(start, min(start + batch, len(blocks)))
-        yield [{"ids": blocks.sample(index, 0, EVALUATION_SEED)["ids"][:-1], "sample": index} for index in indices]
 
 
 # -- filling masks ----------------------------------------------------------------------------------------------------

@@ -80,7 +80,12 @@ class QuestionAnswering(Task):
                 "it out"
             )
         for corpus in (train, valid):
-            _check_answers(corpus, section.unanswerable)
+            count = 0 if corpus is None or section.unanswerable else sum(not row.answers for row in corpus.rows)
+            if corpus is not None and count:
+                raise ConfigError(
+                    f"{count:,} of {len(corpus):,} questions of {corpus.name} have no answer; "
+                    "write question_answering.unanswerable=true to train on them"
+                )
         encoder = QuestionEncoder(inputs.text_tokenizer, inputs.max_length, section.stride)
         samples = _encode_samples(train.rows, encoder, inputs.has_segments)
         note = f" ({encoder.num_truncated:,} of them cut to half a window)" if encoder.num_truncated else ""
@@ -177,15 +182,12 @@ class QuestionEncoder:
             self.num_truncated += len(question_ids) > max_question
             question_ids = question_ids[:max_question]
             size = self.max_length - self.num_special_tokens - len(question_ids)
-        return [
-            self._encode_window(question_ids, ids[start:end], offsets[start:end])
-            for start, end in _window_bounds(len(ids), size, self.stride)
-        ]
-
-    def _encode_window(self, question_ids: list[int], ids: list[int], offsets: list[Span]) -> ContextWindow:
-        encoded = self.template(question_ids, ids)
-        start = self.question_index + len(question_ids) + self.num_separators
-        return ContextWindow(encoded.ids, encoded.segments, start, offsets)
+        first = self.question_index + len(question_ids) + self.num_separators
+        windows = []
+        for start, end in _window_bounds(len(ids), size, self.stride):
+            encoded = self.template(question_ids, ids[start:end])
+            windows.append(ContextWindow(encoded.ids, encoded.segments, first, offsets[start:end]))
+        return windows
 
 
 def _window_bounds(length: int, size: int, stride: int | None) -> Iterator[Span]:
@@ -206,18 +208,6 @@ def trim_spaces(text: str, start: int, end: int) -> Span:
     part = text[start:end]
     start += len(part) - len(part.lstrip())
     return start, max(start, start + len(part.strip()))
-
-
-def _check_answers(corpus: Corpus | None, unanswerable: bool) -> None:
-    """Raise ConfigError if questions have no answer and question_answering.unanswerable is false."""
-    if corpus is None or unanswerable:
-        return
-    count = sum(not row.answers for row in corpus.rows)
-    if count:
-        raise ConfigError(
-            f"{count:,} of {len(corpus):,} questions of {corpus.name} have no answer; "
-            "write question_answering.unanswerable=true to train on them"
-        )
 
 
 def _encode_samples(rows: Sequence[Question], encoder: QuestionEncoder, with_segments: bool) -> EncodedDataset:
@@ -318,8 +308,12 @@ def best_spans(
     total = float(all_scores.logsumexp(0))
     scores: dict[tuple[int, int], float] = {}
     for window, table in zip(windows, tables, strict=True):
-        for start, end, score in _top_spans(window, table, n_best):
-            scores[start, end] = max(score, scores.get((start, end), score))
+        values, indices = table.flatten().topk(min(table.numel(), n_best))
+        for score, index in zip(values.tolist(), indices.tolist(), strict=True):
+            if score > -math.inf:
+                first, last = divmod(index, table.shape[1])
+                span = window.offsets[first][0], window.offsets[last][1]  # in characters
+                scores[span] = max(score, scores.get(span, score))
     if impossible:
         scores[0, 0] = no_answer
     ranked = sorted(scores.items(), key=lambda item: (-item[1], item[0]))[:n_best]
@@ -345,12 +339,3 @@ def _span_scores(window: ContextWindow, logits: Tensor, longest: int) -> Tensor:
     ones = torch.ones_like(table, dtype=torch.bool)
     allowed = ones.triu() & ones.tril(longest - 1) & ~is_space[:, None] & ~is_space[None, :]
     return table.masked_fill(~allowed, -torch.inf)
-
-
-def _top_spans(window: ContextWindow, table: Tensor, count: int) -> Iterator[tuple[int, int, float]]:
-    """Yield (start, end, score) of the `count` best spans of a window; start and end are in characters."""
-    values, indices = table.flatten().topk(min(table.numel(), count))
-    for value, index in zip(values.tolist(), indices.tolist(), strict=True):
-        if value > -math.inf:
-            first, last = divmod(index, table.shape[1])
-            yield window.offsets[first][0], window.offsets[last][1], value

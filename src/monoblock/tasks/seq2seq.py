@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from monoblock.data.corpora.load import Corpus
+from monoblock.config.schema import check_positive, check_types
+from monoblock.data.corpora.load import Corpus, load_corpus
 from monoblock.data.corpora.table import CORPORA
 from monoblock.data.readers.by_path import ALIGNED_SUFFIX
 from monoblock.data.readers.records import CorpusKind, Pair
@@ -15,21 +18,30 @@ from monoblock.errors import ConfigError
 from monoblock.metrics.text import TRANSLATION_METRICS, References, accuracy, cer
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
-from monoblock.tasks.pairs import (
-    Seq2SeqSection,
-    collect_references,
-    prepare_pairs,
-    prepare_splits,
-    recipe_section,
-)
-from monoblock.tasks.splits import CorpusSplits
-from monoblock.tasks.tags import TagAwareEncoder, script_tags
-from monoblock.tasks.task import Task
+from monoblock.tasks.tags import NORMALIZERS, TagAwareEncoder, script_tag, script_tags
+from monoblock.tasks.task import CorpusSplits, Task
 from monoblock.tasks.word_frequencies import WordFrequencies, tune_weight
 
 if TYPE_CHECKING:
     from monoblock.tasks.loaded_model import Hypothesis, LoadedModel
     from monoblock.tasks.task_data import TaskData, TaskInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seq2SeqSection:
+    """The direction of translation, normalization, tags and synthetic pairs."""
+
+    direction: Literal["forward", "backward", "both"] = (
+        "forward"  # "backward": swap source and target; "both": both ways
+    )
+    normalize: Literal["none", "indic"] = "none"  # "indic": spell Indic words that look the same in one way
+    tag: Literal["none", "script"] = "none"  # "script": begin each source with the script of its target, as in <2tamil>
+    synthetic: str | None = None  # a file of synthetic training pairs, written by `monoblock backtranslate`
+    synthetic_ratio: float = 1.0  # how many synthetic pairs to train on for each real pair
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_positive(self, "synthetic_ratio")
 
 
 class Seq2Seq(Task):
@@ -54,7 +66,21 @@ class Seq2Seq(Task):
         return ["pad", "bos", "eos", *recipe.tokenizer.tags, *scripts]
 
     def prepare_data(self, splits: CorpusSplits, recipe: Recipe, folder: Path | None, /) -> CorpusSplits:
-        return prepare_splits(splits, recipe, folder)
+        """Apply the keys of [seq2seq] to all rows: normalize, swap and tag the pairs, and add synthetic training pairs.
+
+        Pairs in the file seq2seq.synthetic are neither normalized nor tagged.
+        """
+        from monoblock.data.corpora.load import fingerprint_rows
+
+        section, digests = recipe_section(recipe), dict(splits.digests)
+        prefix = getattr(section, "prefix", "")  # of [text_to_text]
+        train = prepare_pairs(splits.train, section, prefix)
+        if section.synthetic is not None:
+            synthetic = load_corpus(section.synthetic, "all", folder=folder, kind="pairs")
+            digests["synthetic"] = fingerprint_rows(synthetic)
+            train = replace(train, rows=mix_pairs(train.rows, synthetic.rows, section.synthetic_ratio))
+        valid = None if splits.valid is None else prepare_pairs(splits.valid, section, prefix)
+        return replace(splits, train=train, valid=valid, digests=digests)
 
     def data(self, inputs: TaskInputs, /) -> TaskData:
         """Build batches of encoded pairs of similar length, of at most the context and data.max_length tokens."""
@@ -140,6 +166,49 @@ class Seq2Seq(Task):
         except ConfigError:  # sacreBLEU is not installed
             figures = {}
         return {f"val_{name}": figures[name] for name in ("bleu", "chrf") if name in figures} | {"val_exact": exact}
+
+
+# -- pairs ------------------------------------------------------------------------------------------------------------
+
+
+def recipe_section(recipe: Recipe) -> Seq2SeqSection:
+    assert isinstance(recipe.task, Seq2SeqSection)
+    return recipe.task
+
+
+def prepare_pairs(corpus: Corpus, section: Seq2SeqSection, prefix: str = "") -> Corpus:
+    """Normalize, swap and tag the pairs of a corpus as `section` says, and put a prefix before each source."""
+    normalize, rows = NORMALIZERS[section.normalize], []
+    for source, target, frequency in corpus.rows:
+        pair = Pair(normalize(source), normalize(target), frequency)
+        both_ways = (("forward", pair), ("backward", Pair(pair.target, pair.source, frequency)))
+        for direction, (source, target, frequency) in both_ways:
+            if section.direction in (direction, "both"):
+                tag = "" if section.tag == "none" else script_tag(target)
+                source = " ".join(part for part in (prefix, tag, source) if part)
+                rows.append(Pair(source, target, frequency))
+    return replace(corpus, rows=rows)
+
+
+def mix_pairs(real: Sequence[Pair], synthetic: Sequence[Pair], ratio: float) -> list[Pair]:
+    """Return all real and all synthetic pairs, with `ratio` synthetic pairs for each real pair.
+
+    To reach the ratio, one of the two lists is repeated from its beginning, the last time only in part. No pair is
+    dropped, so an epoch contains every pair at least once.
+    """
+    if len(synthetic) / ratio >= len(real):
+        return [*islice(cycle(real), round(len(synthetic) / ratio)), *synthetic]
+    return [*real, *islice(cycle(synthetic), round(len(real) * ratio))]
+
+
+def collect_references(rows: Iterable[Pair]) -> dict[str, list[str]]:
+    """Map each source to its distinct targets, in the order of the rows."""
+    references: dict[str, list[str]] = {}
+    for row in rows:
+        targets = references.setdefault(row.source, [])
+        if row.target not in targets:
+            targets.append(row.target)
+    return references
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------

@@ -10,10 +10,9 @@ from monoblock.errors import ConfigError, did_you_mean
 from monoblock.tasks.causal_lm import CausalLM
 from monoblock.tasks.chat import ChatTask
 from monoblock.tasks.classification import Classification
-from monoblock.tasks.masked_lm import MaskedLM
+from monoblock.tasks.masked_lm import MaskedLM, SpanCorruption
 from monoblock.tasks.question_answering import QuestionAnswering
 from monoblock.tasks.seq2seq import Seq2Seq
-from monoblock.tasks.span_corruption import SpanCorruption
 from monoblock.tasks.task import Task
 from monoblock.tasks.text_to_text import TextToText
 from monoblock.tasks.token_classification import TokenClassification
@@ -48,9 +47,12 @@ def find_task(name: str, tasks: Iterable[Task] = TASKS) -> Task:
 def task_of_model(loaded: LoadedModel) -> Task | None:
     """Return the task by which a model is evaluated; None if there is none.
 
-    The kind of head decides. Several tasks train language models: for these, return the task of the training recipe
-    or, without a recipe, the first task for the family of the model.
+    A task that is not in the package comes first, then the kind of head decides. Several tasks train language models:
+    for these, return the task of the training recipe or, without one, the first task for the family of the model.
     """
+    own: Task | None = getattr(loaded, "task", None)  # of a Pipeline
+    if own is not None:
+        return own
     config = loaded.model.config
     head = getattr(config, "head", None)
     kind = "" if head is None else head.kind

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from monoblock.data.indic_normalization import script_of
+from monoblock.data.indic_normalization import normalize_indic, script_of
 from monoblock.data.noise import BLANK_TOKEN
 from monoblock.errors import InputError, did_you_mean
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 BACKTRANSLATION_TAG = "<bt>"  # Caswell et al. 2019
 SCRIPT_TAG_PREFIX = "<2"
 SYNTHETIC_TAGS = (BACKTRANSLATION_TAG, BLANK_TOKEN)
+# Maps the values of seq2seq.normalize to the functions that normalize texts.
+NORMALIZERS: dict[str, Callable[[str], str]] = {"none": lambda text: text, "indic": normalize_indic}
 
 
 def script_tag(text: str) -> str:

@@ -7,14 +7,15 @@ pass an object of it to `mb.train(…, task=…)` and `mb.load(…, task=…)` (
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from monoblock.data.corpora.load import Corpus
+from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus, load_corpus_if_present
+from monoblock.data.readers.by_path import Holdout
 from monoblock.data.readers.records import CorpusKind
 from monoblock.errors import InputError
-from monoblock.recipes.schema import Recipe
-from monoblock.tasks.splits import CorpusSplits, load_splits
+from monoblock.recipes.schema import DataSection, Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,6 +23,37 @@ if TYPE_CHECKING:
     from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest
     from monoblock.tasks.loaded_model import LoadedModel
     from monoblock.tasks.task_data import TaskData, TaskInputs
+
+
+@dataclass(frozen=True)
+class CorpusSplits:
+    train: Corpus
+    valid: Corpus | None
+    labels: list[str]  # all labels of the training rows, before data.limit is applied and rows are held out
+    digests: dict[str, str]  # SHA-256 of the content of each split
+
+
+def holdout_of(section: DataSection) -> Holdout:
+    """Return how a recipe holds out rows for validation."""
+    return Holdout(section.split, section.validation_rows)
+
+
+def load_splits(
+    recipe: Recipe, kinds: Sequence[CorpusKind], folder: Path | None, *, kind: CorpusKind | None = None
+) -> tuple[Corpus, Corpus | None]:
+    """Read the training and the validation rows of a recipe.
+
+    The validation rows are `data.validation_rows` of the training rows, chosen as `data.split` says. If that key is 0,
+    they are the split `valid`, or a tenth of a single file, or None if the corpus has neither.
+
+    kinds: the kinds of corpus that the task reads.
+    folder: the user's folder of corpora.
+    kind: the kind of corpus that a path is read as; None infers it from the suffix and `kinds`.
+    """
+    name = recipe.data.corpus
+    kind = kind if kind is not None else infer_corpus_kind(name, tuple(kinds), folder=folder)
+    options: dict[str, Any] = {"folder": folder, "kind": kind, "holdout": holdout_of(recipe.data)}
+    return load_corpus(name, "train", **options), load_corpus_if_present(name, "valid", **options)
 
 
 class TrainingDefaults(NamedTuple):

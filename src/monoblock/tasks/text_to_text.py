@@ -10,7 +10,7 @@ that the same model learns. The first word of a prefix decides which metrics are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any
 from monoblock.config.schema import check_at_least, check_types
 from monoblock.data.corpora.load import Corpus, Split, infer_corpus_kind, load_corpus, load_corpus_if_present
 from monoblock.data.readers.by_path import Holdout, SplitMethod
-from monoblock.data.readers.records import CorpusKind, LabelledText, Pair, Question
+from monoblock.data.readers.records import CorpusKind, Pair
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.metrics.squad import score_answers
 from monoblock.metrics.text import accuracy, rouge
 from monoblock.recipes.schema import DataSection, Recipe
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
-from monoblock.tasks.pairs import Seq2SeqSection, collect_references, prepare_pairs, prepare_splits
-from monoblock.tasks.seq2seq import Seq2Seq, score_translations
-from monoblock.tasks.splits import CorpusSplits, load_splits
-from monoblock.tasks.text_splitting import split_sentences
+from monoblock.tasks.input_template import split_sentences
+from monoblock.tasks.seq2seq import Seq2Seq, Seq2SeqSection, collect_references, prepare_pairs, score_translations
+from monoblock.tasks.task import CorpusSplits, load_splits
 
 if TYPE_CHECKING:
     from monoblock.tasks.loaded_model import LoadedModel
@@ -79,7 +78,7 @@ class TextToText(Seq2Seq):
         from monoblock.data.corpora.load import fingerprint_rows
 
         section, method = _recipe_section(recipe), recipe.data.split
-        splits = prepare_splits(splits, recipe, folder, section.prefix)
+        splits = super().prepare_data(splits, recipe, folder)
         if not section.tasks:
             return splits
         train = replace(splits.train, rows=[*splits.train.rows, *load_extra_tasks(section, "train", folder, method)])
@@ -139,19 +138,13 @@ class TextToText(Seq2Seq):
 # -- pairs ------------------------------------------------------------------------------------------------------------
 
 
-def _labelled_to_pair(row: LabelledText) -> Pair:
-    return Pair(row.text if row.text_pair is None else f"{row.text} and: {row.text_pair}", row.label)
-
-
-def _question_to_pair(row: Question) -> Pair:
-    return Pair(f"{row.question} context: {row.context}", row.answers[0] if row.answers else NO_ANSWER)
-
-
 # Maps the kind of a corpus to the function that converts a row to a pair of texts.
 PAIR_CONVERTERS: dict[str, Callable[[Any], Pair]] = {
     "pairs": lambda row: row,
-    "labelled": _labelled_to_pair,
-    "questions": _question_to_pair,
+    "labelled": lambda row: Pair(row.text if row.text_pair is None else f"{row.text} and: {row.text_pair}", row.label),
+    "questions": lambda row: Pair(
+        f"{row.question} context: {row.context}", row.answers[0] if row.answers else NO_ANSWER
+    ),
 }
 
 
@@ -168,10 +161,6 @@ def convert_to_pairs(corpus: Corpus) -> Corpus:
     if corpus.kind not in PAIR_CONVERTERS:
         return corpus
     return replace(corpus, kind="pairs", rows=[PAIR_CONVERTERS[corpus.kind](row) for row in corpus.rows])
-
-
-def add_prefix(rows: Iterable[Pair], prefix: str) -> list[Pair]:
-    return [row._replace(source=f"{prefix} {row.source}") for row in rows] if prefix else list(rows)
 
 
 def task_corpus_kind(corpus: str, prefix: str, data: Path | None) -> CorpusKind | None:
@@ -222,7 +211,8 @@ def load_extra_tasks(
                 f"text_to_text.tasks: the corpus {task.corpus} is of the kind {corpus.kind}; "
                 "give pairs, labelled texts or questions"
             )
-        rows += add_prefix(pairs.rows[: task.limit if split == "train" else None], task.prefix)
+        for pair in pairs.rows[: task.limit if split == "train" else None]:
+            rows.append(pair._replace(source=f"{task.prefix} {pair.source}") if task.prefix else pair)
     return rows
 
 
@@ -261,14 +251,10 @@ def group_by_task(rows: Sequence[Pair], section: TextToTextSection) -> dict[str,
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def _exact_accuracy(texts: list[str], references: list[list[str]]) -> dict[str, Any]:
-    return {"accuracy": accuracy([[text.strip()] for text in texts], references)}
-
-
 # Maps the first word of a prefix to the metrics of the task; any other word means the metrics of translation.
 METRICS_BY_TASK: dict[str, MetricFunction] = {
     **dict.fromkeys(SUMMARIZATION, rouge),
-    "classify": _exact_accuracy,
+    "classify": lambda texts, references: {"accuracy": accuracy([[text.strip()] for text in texts], references)},
     "question": lambda texts, references: dict(score_answers(texts, references)),
 }
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from monoblock.config.schema import check_at_least, check_fraction, check_types
 from monoblock.data.corpora.load import Corpus
 from monoblock.data.corpora.punctuation import LABELS, MARK_TO_LABEL, restore_punctuation, strip_punctuation
 from monoblock.data.readers.records import TaggedSentence
@@ -30,32 +31,46 @@ from monoblock.tasks.bio import (
     viterbi_decode,
 )
 from monoblock.tasks.evaluation_report import MAX_MISTAKES, Evaluation, EvaluationRequest, Table, read_corpus
-from monoblock.tasks.input_template import EncodedInput, InputTemplate, WordEncoder
-from monoblock.tasks.labels import check_labels, label_to_id
-from monoblock.tasks.splits import holdout_of
-from monoblock.tasks.tag_augmentation import (
-    TaggedAugmenter,
-    TokenClassificationSection,
-    concatenate_rows,
-    group_rows,
-)
-from monoblock.tasks.task import Task, TrainingDefaults
+from monoblock.tasks.input_template import EncodedInput, EncodedWords, InputTemplate, WordEncoder
+from monoblock.tasks.task import Task, TrainingDefaults, holdout_of
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from monoblock.data.encode import EncodedDataset
     from monoblock.plots.confusion_matrix import Mistake
     from monoblock.tasks.batching import LongTextMode, ProgressCallback
     from monoblock.tasks.loaded_model import LoadedModel
-    from monoblock.tasks.task_data import TaskData, TaskInputs
+    from monoblock.tasks.task_data import SubwordSampler, TaskData, TaskInputs
 
 # A punctuation mark is a separate word; 1,000.5 and well-known are single words.
 WORD_PATTERN = re.compile(r"\w+(?:[.,]\d+|[-'’]\w+)*|[^\w\s]")
 SENTENCES_PER_ROW = 20  # sentences scored for each row that `score_validation` is asked for; they are short
 CONTEXT_WORDS = 5  # words shown on either side of a mistake
+NUM_SEGMENTATIONS = 32  # how many random segmentations of a word there are
 # The possible values of the first and the second part of a label such as COMMA+CAP.
 LABEL_PARTS = ([mark for mark in MARK_TO_LABEL.values() if mark != OUTSIDE], ["CAP", "UPPER"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenClassificationSection:
+    """How training rows are augmented and joined."""
+
+    replace_entities: float = 0.0  # training: replace this fraction of the entities by others of the same type
+    mask_words: float = 0.0  # training: replace this fraction of the words by the mask token
+    uppercase_rows: float = 0.0  # training: write this fraction of the rows in capitals, like headlines
+    join_rows: int = 1  # join up to this many neighbouring rows into one sample, also in evaluation
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "join_rows")
+        check_fraction(self, "replace_entities", "mask_words", "uppercase_rows")
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether training rows are joined or augmented."""
+        return self.join_rows > 1 or bool(self.replace_entities or self.mask_words or self.uppercase_rows)
 
 
 class TokenClassification(Task):
@@ -79,6 +94,7 @@ class TokenClassification(Task):
         import numpy as np
 
         from monoblock.data.encode import align_labels, encode_tagged
+        from monoblock.tasks.task_data import check_labels, label_to_id
         from monoblock.training.collate import collate_token_classification
 
         tokenizer, valid, labels = inputs.text_tokenizer, inputs.valid, inputs.labels
@@ -132,6 +148,7 @@ class TokenClassification(Task):
 
         from monoblock.metrics import classification
         from monoblock.plots.confusion_matrix import save_confusion_matrix
+        from monoblock.tasks.task_data import check_labels
 
         corpus = read_corpus(request, "tagged")
         notes = []
@@ -139,6 +156,9 @@ class TokenClassification(Task):
             corpus = Corpus(corpus.name, corpus.kind, corpus.split, [to_bio(row) for row in corpus.rows])
             notes.append("the labels of the data were converted from IOB1 to BIO")
         check_labels(corpus, (row.labels for row in corpus.rows), loaded.labels)
+        training, section = request, loaded.data_section
+        if request.split == "all" and section is not None:  # the baseline comes from the corpus of the training
+            training = replace(request, data=section.corpus, holdout=holdout_of(section))
         row_probabilities = _predict_probabilities(loaded, corpus.rows, request.batch_size)
         predictions = _decode_rows(loaded, row_probabilities)
         probabilities = np.concatenate([row.double().numpy() for row in row_probabilities])
@@ -148,7 +168,7 @@ class TokenClassification(Task):
         counts = classification.confusion_matrix(predicted, gold, len(loaded.labels))
         metrics: dict[str, Any] = {
             "accuracy": classification.accuracy(counts),
-            **_f1_metrics(loaded.labels, predictions, corpus.rows, _training_request(loaded, request), notes),
+            **_f1_metrics(loaded.labels, predictions, corpus.rows, training, notes),
             "loss": float(classification.negative_log_likelihood(probabilities, gold).mean()),
             "ece": classification.calibration_error(probabilities, gold),
             "majority": classification.majority_accuracy(gold),
@@ -187,6 +207,130 @@ def _encode_joined(
     encoded = iter([words.encode_rows([rows[index].words for index in group]) for group in groups])
     joined = [concatenate_rows(rows[group.start : group.stop]) for group in groups]
     return encode_tagged(joined, lambda _: next(encoded), labels)
+
+
+# -- training rows ----------------------------------------------------------------------------------------------------
+
+
+class TaggedAugmenter:
+    """Called with the index of a row and an epoch, return an augmented sentence, and its encoding.
+
+    Entities are replaced by others of the same type, words are masked, sentences are written in capitals, words are
+    segmented at random, and neighbouring sentences are joined. The result depends only on (seed, epoch, row), so that
+    a resumed run sees the same data.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[TaggedSentence],
+        words: WordEncoder,
+        section: TokenClassificationSection,
+        sampler: SubwordSampler | None,
+        seed: int,
+    ) -> None:
+        self.rows, self.words, self.section, self.sampler, self.seed = rows, words, section, sampler, seed
+        self.mentions = collect_mentions(rows) if section.replace_entities else {}
+        self.segmentations: dict[tuple[str, int], list[int]] = {}
+        tokenizer = words.tokenizer
+        self.mask_id = tokenizer.mask_id if tokenizer.mask_id is not None else words.fallback_ids[0]
+
+    def __call__(self, index: int, epoch: int) -> tuple[TaggedSentence, EncodedWords]:
+        from monoblock.training.collate import sample_generator
+
+        rng = sample_generator(self.seed, epoch, index)
+        count = int(rng.integers(1, self.section.join_rows + 1)) if self.section.join_rows > 1 else 1
+        rows = replace_mentions(self.rows[index : index + count], self.mentions, self.section.replace_entities, rng)
+        rows = [
+            uppercase_row(row) if self.section.uppercase_rows and rng.random() < self.section.uppercase_rows else row
+            for row in rows
+        ]
+        pieces = [[self._encode_word(word, rng) for word in row.words] for row in rows]
+        return concatenate_rows(rows), self.words.encode_pieces(self.words.join_rows(pieces))
+
+    def _encode_word(self, word: str, rng: np.random.Generator) -> list[int]:
+        if self.section.mask_words and rng.random() < self.section.mask_words:
+            return [self.mask_id]
+        if self.sampler is None:
+            return self.words.encode_word(word)
+        key = (word, int(rng.integers(NUM_SEGMENTATIONS)))
+        if key not in self.segmentations:  # sampling is slow
+            self.segmentations[key] = self.sampler(f" {word}", epoch=0, index=key[1]) or self.words.fallback_ids
+        return self.segmentations[key]
+
+
+def collect_mentions(rows: Sequence[TaggedSentence]) -> dict[str, list[TaggedSentence]]:
+    """Return the distinct entities of each type; each entity is given by its words and their labels."""
+    mentions: dict[str, dict[TaggedSentence, None]] = {}
+    for row in rows:
+        for kind, start, end in extract_entities(row.labels):
+            mentions.setdefault(kind, {})[TaggedSentence(row.words[start:end], row.labels[start:end])] = None
+    return {kind: list(entities) for kind, entities in mentions.items()}
+
+
+def replace_mentions(
+    rows: Sequence[TaggedSentence], mentions: dict[str, list[TaggedSentence]], rate: float, rng: np.random.Generator
+) -> list[TaggedSentence]:
+    """Replace entities by others of the same type, with probability `rate` (mention replacement, Dai and Adel 2020).
+
+    If an entity occurs several times in `rows`, all its occurrences are replaced by the same entity, so that the text
+    stays consistent.
+
+    mentions: the entities of each type to choose from, from `collect_mentions`.
+    """
+    if not rate:
+        return list(rows)
+    replacements: dict[tuple[str, TaggedSentence], TaggedSentence] = {}
+
+    def replacement(kind: str, mention: TaggedSentence) -> TaggedSentence:
+        candidates, key = mentions.get(kind, []), (kind, mention)
+        if key not in replacements:
+            replaced = candidates and rng.random() < rate
+            replacements[key] = candidates[int(rng.integers(len(candidates)))] if replaced else mention
+        return replacements[key]
+
+    result = []
+    for row in rows:
+        parts: list[TaggedSentence] = []
+        done = 0
+        for kind, start, end in extract_entities(row.labels):
+            parts.append(TaggedSentence(row.words[done:start], row.labels[done:start]))
+            parts.append(replacement(kind, TaggedSentence(row.words[start:end], row.labels[start:end])))
+            done = end
+        result.append(concatenate_rows([*parts, TaggedSentence(row.words[done:], row.labels[done:])]))
+    return result
+
+
+def uppercase_row(row: TaggedSentence) -> TaggedSentence:
+    """Return the sentence in capitals, like a headline, with the same labels."""
+    return TaggedSentence(tuple(word.upper() for word in row.words), row.labels)
+
+
+def concatenate_rows(rows: Sequence[TaggedSentence]) -> TaggedSentence:
+    """Join tagged sentences into one."""
+    words = tuple(word for row in rows for word in row.words)
+    return TaggedSentence(words, tuple(label for row in rows for label in row.labels))
+
+
+def group_rows(
+    rows: Sequence[Sequence[str]], max_rows: int, words: WordEncoder, separator_length: int = 1
+) -> list[range]:
+    """Group neighbouring rows of words, so that each group can be encoded as one input; return ranges of row indices.
+
+    A group has at most `max_rows` rows, and fits into the maximum length of the template of `words`.
+
+    separator_length: the number of tokens between two rows of a group.
+    """
+    groups: list[range] = []
+    start, length = 0, 0
+    num_special, limit = words.encoded_length(()), words.template.max_length
+    for index, row in enumerate(rows):
+        added = words.encoded_length(row) - num_special + separator_length
+        too_long = limit is not None and num_special + length + added - separator_length > limit
+        if index > start and (index - start == max_rows or too_long):
+            groups.append(range(start, index))
+            start, length = index, 0
+        length += added
+    return [*groups, range(start, len(rows))] if rows else []
 
 
 # -- prediction -------------------------------------------------------------------------------------------------------
@@ -250,23 +394,20 @@ def tag_words(
     The arguments are those of `predict_word_probabilities`.
     """
     row_probabilities = predict_word_probabilities(loaded, rows, batch=batch, long=long, lines=lines, progress=progress)
-    return [
-        _tag_row(loaded.labels, words, probabilities)
-        for words, probabilities in zip(rows, row_probabilities, strict=True)
-    ]
-
-
-def _tag_row(class_names: Sequence[str], words: Sequence[str], probabilities: Tensor) -> TaggedText:
-    label_ids = decode_labels(class_names, probabilities)
-    labels = [class_names[label] for label in label_ids]
-    chosen = [probabilities[index, label].item() for index, label in enumerate(label_ids)]
-    words = list(words[: len(labels)])
-    entities = [
-        PredictedEntity(" ".join(words[start:end]), kind, start, end, min(chosen[start:end]))
-        for kind, start, end in extract_entities(labels)
-    ]
-    restored = restore_punctuation(words, labels) if has_punctuation_labels(class_names) else None
-    return TaggedText([TaggedWord(*word) for word in zip(words, labels, chosen, strict=True)], entities, restored)
+    tagged, names = [], loaded.labels
+    for row, probabilities in zip(rows, row_probabilities, strict=True):
+        label_ids = decode_labels(names, probabilities)
+        labels = [names[label] for label in label_ids]
+        chosen = [probabilities[index, label].item() for index, label in enumerate(label_ids)]
+        words = list(row[: len(labels)])
+        entities = [
+            PredictedEntity(" ".join(words[start:end]), kind, start, end, min(chosen[start:end]))
+            for kind, start, end in extract_entities(labels)
+        ]
+        restored = restore_punctuation(words, labels) if has_punctuation_labels(names) else None
+        tagged_words = [TaggedWord(*word) for word in zip(words, labels, chosen, strict=True)]
+        tagged.append(TaggedText(tagged_words, entities, restored))
+    return tagged
 
 
 def decode_labels(labels: Sequence[str], probabilities: Tensor) -> list[int]:
@@ -356,7 +497,7 @@ def _decode_rows(loaded: LoadedModel, probabilities: Sequence[Tensor]) -> list[l
 
 def _label_ids(rows: Sequence[Sequence[str]], labels: Sequence[str]) -> list[int]:
     """Return the class indices of all labels in all rows as one list."""
-    ids = label_to_id(labels)
+    ids = {label: index for index, label in enumerate(labels)}
     return [ids[label] for row in rows for label in row]
 
 
@@ -412,13 +553,17 @@ def _punctuation_metrics(
     kinds: dict[str, Any] = {}
     for index, names in enumerate(LABEL_PARTS):
         predicted, guessed, gold = (
-            np.array([_label_part(label, index) for row in label_rows for label in row])
+            np.array([label.partition("+")[2 * index] for row in label_rows for label in row])
             for label_rows in (predictions, baseline, [row.labels for row in rows])
         )
         for name in names:
             if not (gold == name).any():
                 continue
-            counts, baseline_counts = (_count_matches(parts == name, gold == name) for parts in (predicted, guessed))
+            has_name, total = gold == name, int((gold == name).sum())
+            counts, baseline_counts = (
+                MatchCounts(int(((parts == name) & has_name).sum()), int((parts == name).sum()), total)
+                for parts in (predicted, guessed)
+            )
             margin = counts.f1 - baseline_counts.f1
             kinds[name] = _format_counts(counts) | {"baseline": baseline_counts.f1, "margin": margin}
     mean, base = (float(np.mean([row[key] for row in kinds.values()] or [0.0])) for key in ("f1", "baseline"))
@@ -426,20 +571,6 @@ def _punctuation_metrics(
         "f1 is the mean over marks and capitals; the baseline gives each word its most frequent label in training"
     )
     return {"f1": mean, "baseline": base, "margin": mean - base, "rows": kinds}
-
-
-def _count_matches(predicted: Any, gold: Any) -> MatchCounts:
-    return MatchCounts(int((predicted & gold).sum()), int(predicted.sum()), int(gold.sum()))
-
-
-def _training_request(loaded: LoadedModel, request: EvaluationRequest) -> EvaluationRequest:
-    """Return the request whose training split gives the baseline.
-
-    If all rows of a file are evaluated (split "all"), the baseline comes from the corpus the model was trained on.
-    """
-    if request.split != "all" or loaded.data_section is None:
-        return request
-    return replace(request, data=loaded.data_section.corpus, holdout=holdout_of(loaded.data_section))
 
 
 def _most_frequent_labels(request: EvaluationRequest | None, rows: Sequence[TaggedSentence]) -> list[list[str]]:
@@ -453,10 +584,6 @@ def _most_frequent_labels(request: EvaluationRequest | None, rows: Sequence[Tagg
         pass
     best = {word: counts.most_common(1)[0][0] for word, counts in frequencies.items()}
     return [[best.get(word, OUTSIDE) for word in row.words] for row in rows]
-
-
-def _label_part(label: str, index: int) -> str:
-    return label.partition("+")[2 * index]
 
 
 def _worst_mistakes(

@@ -14,9 +14,9 @@ from monoblock.inference.scheduler import Prompt, pad_right
 from monoblock.inference.settings import Settings
 from monoblock.nn.generation_options import GenerationOptions
 from monoblock.tasks.batching import check_long_mode
+from monoblock.tasks.input_template import split_text
 from monoblock.tasks.loaded_model import Hypothesis, LoadedModel
 from monoblock.tasks.task_data import group_by_length
-from monoblock.tasks.text_splitting import split_text
 
 LongSourceMode = Literal["refuse", "split"]
 LONG_SOURCE_MODES = ("refuse", "split")  # what to do with a source that is longer than the context
@@ -83,7 +83,7 @@ def _run_requests(
     results: list[list[Hypothesis]] = [[] for _ in requests]
     for indices in group_by_length([len(request.prompt.source or ()) for request in requests], batch):
         prompts = [requests[index].prompt for index in indices]
-        hypotheses = loaded.generate(prompts, [requests[index].settings for index in indices])
+        hypotheses = loaded.decode(prompts, [requests[index].settings for index in indices])
         if with_scores and settings.num_beams == 1:
             _score_hypotheses(loaded, prompts, [row[0] for row in hypotheses], settings)
         for index, row in zip(indices, hypotheses, strict=True):

@@ -16,7 +16,8 @@ from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import parse_recipe
 from monoblock.tasks.bio import extract_entities
 from monoblock.tasks.input_template import InputTemplate, WordEncoder
-from monoblock.tasks.tag_augmentation import (
+from monoblock.tasks.task_data import SubwordSampler
+from monoblock.tasks.token_classification import (
     TaggedAugmenter,
     TokenClassificationSection,
     collect_mentions,
@@ -24,7 +25,6 @@ from monoblock.tasks.tag_augmentation import (
     group_rows,
     replace_mentions,
 )
-from monoblock.tasks.tokenizer_checks import SubwordSampler
 from monoblock.training.collate import sample_generator
 
 TEXT = "the king of the north went up and the king of the south came down"

@@ -173,9 +173,8 @@ def test_bytes_are_scaled_to_the_range_the_model_was_trained_on():
 
 
 def pipeline_of(model):
-    from monoblock.tasks.loaded_model import LoadedModel
 
-    return mb.Pipeline(LoadedModel(model, None, labels=["0", "1", "2"]))
+    return mb.Pipeline(model, None, labels=["0", "1", "2"])
 
 
 @pytest.mark.parametrize(
@@ -228,7 +227,7 @@ SQUARE = {"size": {"height": SIDE, "width": SIDE}}
 )
 def test_pictures_are_prepared_as_transformers_does(fields, pets, tmp_path):
     transformers = pytest.importorskip("transformers")
-    from monoblock.tasks.image_inputs import read_image, read_image_preprocessing
+    from monoblock.tasks.images import read_image, read_image_preprocessing
 
     (tmp_path / "preprocessor_config.json").write_text(
         json.dumps({"image_processor_type": "ViTImageProcessor", **fields})
@@ -246,7 +245,7 @@ def test_pictures_are_prepared_as_transformers_does(fields, pets, tmp_path):
 
 
 def test_without_do_resize_another_size_is_an_error_and_bad_fields_are_named(tmp_path):
-    from monoblock.tasks.image_inputs import read_image, read_image_preprocessing
+    from monoblock.tasks.images import read_image, read_image_preprocessing
 
     config, file = PatchConfig(image=SIDE, patch=4, channels=3), tmp_path / "preprocessor_config.json"
     file.write_text(json.dumps({"do_resize": False, **SQUARE}))
@@ -265,7 +264,6 @@ def test_without_do_resize_another_size_is_an_error_and_bad_fields_are_named(tmp
 
 def test_a_text_model_refuses_an_image():
     model = mb.Transformer(mb.gpt(vocab=11, width=12, depth=1, heads=2, context=8))
-    from monoblock.tasks.loaded_model import LoadedModel
 
     with pytest.raises((InputError, ConfigError), match="embed takes"):
-        mb.Pipeline(LoadedModel(model, object())).embed(np.zeros((SIDE, SIDE, 3), np.uint8))
+        mb.Pipeline(model, object()).embed(np.zeros((SIDE, SIDE, 3), np.uint8))

@@ -67,7 +67,7 @@ def test_fine_tuning_reads_labelled_files_by_their_kind(workspace, document_run,
 
 def test_evaluation_encodes_and_scores_texts_as_training_did(workspace, document_run):
     pipe = mb.load(workspace / "documents")
-    assert pipe.loaded.input_template().single == pipe.tokenizer.special_tokens_template(1) != [(None, 0)]
+    assert pipe.input_template().single == pipe.tokenizer.special_tokens_template(1) != [(None, 0)]
     metrics = evaluate_request(pipe, EvaluationRequest(data=str(workspace / "labelled.tsv"), batch=12)).metrics
     assert metrics["split"] == "valid"
     assert metrics["tokens"] == document_run.metrics["val_tokens"]

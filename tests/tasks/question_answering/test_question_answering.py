@@ -15,7 +15,6 @@ from monoblock.metrics.squad import exact_match, f1_score, normalize_answer, sco
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.recipe import parse_recipe
-from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.question_answering import NO_ANSWER, ContextWindow, QuestionEncoder, answer_questions, best_spans
 from monoblock.training.loss import CrossEntropyLoss
 
@@ -336,8 +335,8 @@ def test_an_answer_is_a_slice_of_the_text_even_if_its_words_are_unknown(folder):
 def test_answers_do_not_depend_on_the_batch(folder):
     pipe = mb.load(folder)
     questions = [(row.question, row.context + " and went" * (n % 5)) for n, row in enumerate(make_questions(True)[:23])]
-    alone = [answer_questions(pipe.loaded, [question], n_best=3)[0] for question in questions]
-    batched = answer_questions(pipe.loaded, questions, n_best=3, batch=7)
+    alone = [answer_questions(pipe, [question], n_best=3)[0] for question in questions]
+    batched = answer_questions(pipe, questions, n_best=3, batch=7)
     for ours, theirs in zip(alone, batched, strict=True):
         assert [answer[:3] for answer in ours] == [answer[:3] for answer in theirs]
         expected = [answer.probability for answer in theirs]
@@ -415,7 +414,7 @@ def test_the_target_of_a_window_is_the_position_of_the_answer(tmp_path):
 
 def test_a_model_with_another_head_is_refused():
     config = mb.bert(vocab=31, width=16, depth=1, heads=2, context=19)
-    pipe = Pipeline(LoadedModel(mb.Transformer(config), train_tokenizer()))
+    pipe = Pipeline(mb.Transformer(config), train_tokenizer())
     with pytest.raises(InputError, match="answer needs a model with the head 'spans'"):
         pipe.answer("who?", "he")
 

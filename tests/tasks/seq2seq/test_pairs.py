@@ -10,11 +10,10 @@ from monoblock.data.readers.records import Pair
 from monoblock.data.readers.tables import read_pairs
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.tasks.backtranslation import BacktranslationMethod
+from monoblock.tasks.input_template import decode_lines, split_text
 from monoblock.tasks.loaded_model import Hypothesis
-from monoblock.tasks.pairs import Seq2SeqSection, collect_references, mix_pairs, prepare_pairs
-from monoblock.tasks.seq2seq import target_language
+from monoblock.tasks.seq2seq import Seq2SeqSection, collect_references, mix_pairs, prepare_pairs, target_language
 from monoblock.tasks.tags import TagAwareEncoder
-from monoblock.tasks.text_splitting import decode_lines, split_text
 from monoblock.tasks.word_alignment import format_pharaoh, hard_alignment, word_indices
 from monoblock.tasks.word_frequencies import WordFrequencies, tune_weight
 from monoblock.tokenizers.tokenizer import Tokenizer

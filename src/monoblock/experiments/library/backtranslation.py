@@ -28,10 +28,9 @@ from monoblock.experiments.training import evaluate_trial, load_run, train_run, 
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.recipe import read_recipe, task_of_recipe
 from monoblock.tasks.backtranslation import DECODING_OPTIONS, BacktranslationMethod, generate_sources, write_pairs
-from monoblock.tasks.pairs import prepare_pairs, recipe_section
-from monoblock.tasks.seq2seq import Seq2Seq
-from monoblock.tasks.splits import holdout_of
+from monoblock.tasks.seq2seq import Seq2Seq, prepare_pairs, recipe_section
 from monoblock.tasks.tags import SYNTHETIC_TAGS
+from monoblock.tasks.task import holdout_of
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 RATIOS = ("0.5", "1", "2", "4")
@@ -193,7 +192,7 @@ def back_translate(trial: Trial, search: str) -> Iterator[str]:
     yield f"sources by {search}, seed {trial.seed}: generating {len(sentences):,}"
     pipe = load_run(trial.seed_folder / "backward", _recipe(trial))
     batch = max(1, trial.options.rows // DECODING_OPTIONS[search]["num_beams"])
-    pairs = generate_sources(pipe.loaded, sentences, search, seed=trial.seed, batch=batch)
+    pairs = generate_sources(pipe, sentences, search, seed=trial.seed, batch=batch)
     write_pairs(file, (Pair(source, target) if source else None for source, target in pairs))
 
 

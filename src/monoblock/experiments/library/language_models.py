@@ -31,8 +31,7 @@ from monoblock.metrics.text import perplexity
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.train import prepare_run
-from monoblock.tasks.running_text import build_test_data
-from monoblock.tasks.task_data import validate
+from monoblock.tasks.task_data import build_test_data, validate
 from monoblock.training.events import StepEvent
 
 SEARCH_SHARE = 0.1  # of the steps
@@ -169,7 +168,7 @@ def _test(trial: Trial, pipe: Pipeline, recipe: Recipe) -> Metrics:
     found: Metrics = {"perplexity_blocks": metrics["perplexity"], "perplexity_sliding": sliding}
     best = sliding
     if isinstance(pipe.model, Recurrent) and recipe.data.packing == "contiguous" and not trial.smoke:
-        data = build_test_data(recipe, pipe.model.config, pipe.loaded.tokenizer, trial.data, None)
+        data = build_test_data(recipe, pipe.model.config, pipe.tokenizer, trial.data, None)
         loss = validate(pipe.model, data, CarriedLoss(), pipe.model.device)["val_loss"]
         found["perplexity_carried"] = best = perplexity(loss)
     return {**found, "test_perplexity": best}

@@ -27,7 +27,7 @@ from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.pipeline import Pipeline
 from monoblock.tasks.evaluation_report import EvaluationRequest, read_corpus
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.running_text import tokenize_corpus, unigram_loss
+from monoblock.tasks.task_data import tokenize_corpus, unigram_loss
 
 MULTIPLES = (1, 2, 4, 6, 8, 16)  # of the training length
 BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # in a batch of the evaluation
@@ -44,7 +44,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
     pipe, metrics = yield from train_and_load(trial, recipe)
     blocks, sliding = {}, {}
     for multiple in MULTIPLES if trial.arm.name != "learned" else MULTIPLES[:1]:
-        loaded = _scale_rotary(pipe, multiple) if trial.arm.values.get("yarn") else pipe.loaded
+        loaded = _scale_rotary(pipe, multiple) if trial.arm.values.get("yarn") else pipe
         blocks[str(multiple)] = _perplexity(loaded, recipe, trial, multiple, sliding=False)
         sliding[str(multiple)] = _perplexity(loaded, recipe, trial, multiple, sliding=True)
     yield {**metrics, "perplexity": blocks, "perplexity_sliding": sliding, "perplexity_1": blocks["1"]}
@@ -68,11 +68,11 @@ def _scale_rotary(pipe: Pipeline, multiple: int) -> LoadedModel:
     assert isinstance(model, Transformer)
     assert isinstance(config, ModelConfig)
     if multiple == 1:
-        return pipe.loaded
+        return pipe
     scaling = Scaling(kind="yarn", factor=float(multiple), original_context=config.context)
     scaled = Transformer(vary(config, scaling=scaling)).to(model.device)
     scaled.load_state_dict(model.state_dict())
-    return replace(pipe.loaded, model=scaled.eval())
+    return replace(pipe, model=scaled.eval())
 
 
 def _perplexity(loaded: LoadedModel, recipe: Recipe, trial: Trial, multiple: int, *, sliding: bool) -> float:

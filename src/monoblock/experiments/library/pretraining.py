@@ -20,8 +20,7 @@ from monoblock.experiments.synthetic_data import toy_path
 from monoblock.experiments.training import evaluate_trial, load_run, train_run, training_metrics
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.recipe import read_recipe, task_of_recipe
-from monoblock.tasks.masked_lm import CorruptionSection
-from monoblock.tasks.span_corruption import SpanCorruption
+from monoblock.tasks.masked_lm import CorruptionSection, SpanCorruption
 
 DEFAULT_RECIPE = "vowels"
 SMOKE_TEXTS = 20  # to pretrain on

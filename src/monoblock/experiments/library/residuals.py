@@ -24,7 +24,7 @@ from monoblock.inspection.residual_stream import StackNorms, gradient_norms
 from monoblock.model import Transformer
 from monoblock.tasks.evaluation_report import EvaluationRequest, read_corpus
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.running_text import iterate_windows, tokenize_corpus
+from monoblock.tasks.task_data import iterate_windows, tokenize_corpus
 
 ROWS, LENGTH = 4, 64  # of the tokens; a text has rows of the model's context
 DEPTH = 24
@@ -41,7 +41,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
     config = pipe.model.config
     assert isinstance(config, ModelConfig)
     request = EvaluationRequest(data=recipe.data.corpus, folder=trial.data)
-    after = trained_gradients(trained_norms(pipe.loaded, request).weight_gradients)
+    after = trained_gradients(trained_norms(pipe, request).weight_gradients)
     yield {**evaluate_trial(trial, pipe, recipe), **metrics, **new_gradients(config, trial.seed), **after}
 
 

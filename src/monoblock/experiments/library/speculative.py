@@ -23,7 +23,7 @@ from monoblock.experiments.rules import read_rules
 from monoblock.experiments.training import load_run, train_run, training_metrics, trial_recipe
 from monoblock.inference.optimized import OptimizedModel, optimize
 from monoblock.runs.pipeline import Pipeline
-from monoblock.tasks.running_text import tokenize_corpus
+from monoblock.tasks.task_data import tokenize_corpus
 
 SIZES = {
     "large": ("model.depth=12", "model.width=768", "model.heads=12", "model.hidden=3072", "train.lr=5e-4"),
@@ -97,7 +97,7 @@ def _prompts(pipe: Pipeline, trial: Trial) -> list[torch.Tensor]:
         corpus = load_corpus(recipe.data.corpus, "test", folder=trial.data)
     except SplitError:
         corpus = load_corpus(recipe.data.corpus, "valid", folder=trial.data)
-    tokens = tokenize_corpus(corpus, pipe.loaded.tokenizer)
+    tokens = tokenize_corpus(corpus, pipe.tokenizer)
     stride = max(1, (len(tokens) - length) // count)
     pieces = [tokens.read(start, start + length) for start in range(0, count * stride, stride)]
     return [torch.as_tensor(piece, dtype=torch.long, device=pipe.model.device)[None] for piece in pieces]

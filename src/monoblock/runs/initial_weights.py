@@ -1,7 +1,8 @@
-"""Start training from a stored model: model.folder gives its configuration, weights and tokenizer.
+"""The initial weights of a run: those of a stored model, and which of them are trained.
 
-model.folder is a run folder, a Hugging Face folder or a GGUF file. All weights are copied, but if the objective needs
-another kind of head, a new head is initialized.
+model.folder is a run folder, a Hugging Face folder or a GGUF file, which gives the configuration, the weights and the
+tokenizer. All weights are copied, but if the objective needs another kind of head, a new head is initialized. A recipe
+trains all weights, only the upper layers, or only LoRA adapters.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ from torch import nn
 from monoblock.baselines.lstm import Recurrent
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, did_you_mean
-from monoblock.interop.model_folder import ModelFolder, load_model
+from monoblock.interop.model_folder import load_model
 from monoblock.interop.weights import compute_digest
 from monoblock.model import Transformer
-from monoblock.recipes.model_config import FRESH_HEAD, open_stored_model
-from monoblock.runs.generation_config import DECODER_START_KEY, read_generation_defaults, stated_settings
+from monoblock.nn.lora import add_lora, lora_layers
+from monoblock.quantization.convert import quantize
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.recipe import FRESH_HEAD, open_stored_model
+from monoblock.tasks.loaded_model import DECODER_START_KEY, read_generation_defaults, stated_settings
 from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.training.events import DecisionEvent
+from monoblock.training.optimizer import count_layers_above
 
 POOLER_PREFIX = "head.pooler."  # several kinds of head have a pooler, so it is copied even if the head is new
+Model = Transformer | Recurrent
 
 
 @dataclass(frozen=True)
@@ -73,33 +80,21 @@ class WarmStart:
         )
 
 
-def load_warm_start(model: Mapping[str, Any]) -> WarmStart | None:
-    """Load the model in model.folder of a recipe; return None if the recipe does not set this key.
-
-    model: the [model] section of the recipe.
-    """
-    if "folder" not in model:
-        return None
-    folder = open_stored_model(model["folder"])
+def load_warm_start(path: str | Path) -> WarmStart:
+    """Load the model in model.folder of a recipe."""
+    folder = open_stored_model(path)
     cls: Any = Recurrent if isinstance(folder.config, RecurrentConfig) else Transformer
     stored = load_model(cls, folder)
-    vision = isinstance(stored.config, ModelConfig) and stored.config.family == "vision"
-    tokenizer = None if vision else folder.load_tokenizer(stored.config)
-    special_tokens = {} if tokenizer is None else _read_special_tokens(folder, tokenizer, stored.config)
+    tokenizer, special_tokens = None, dict[str, Any]()
+    if stored.config.family != "vision":
+        tokenizer = folder.load_tokenizer(stored.config)
+        defaults = read_generation_defaults(folder, tokenizer)
+        names = ("eos_token_id", "pad_token_id")
+        special_tokens = {name: defaults.options[name] for name in names if name in defaults.options}
+        if stored.config.family == "encoder-decoder":
+            special_tokens[DECODER_START_KEY] = defaults.decoder_start_token_id
     published, generation = folder.published_fields, stated_settings(folder)
     return WarmStart(folder.path, stored, tokenizer, tuple(folder.labels), special_tokens, published, generation)
-
-
-def _read_special_tokens(
-    folder: ModelFolder, tokenizer: Tokenizer, config: ModelConfig | RecurrentConfig
-) -> dict[str, Any]:
-    defaults = read_generation_defaults(folder, tokenizer)
-    tokens = {name: defaults.options[name] for name in ("eos_token_id", "pad_token_id") if name in defaults.options}
-    if isinstance(config, ModelConfig):
-        has_encoder_and_decoder = config.family == "encoder-decoder"
-    else:
-        has_encoder_and_decoder = config.kind == "encoder_decoder"
-    return tokens | ({DECODER_START_KEY: defaults.decoder_start_token_id} if has_encoder_and_decoder else {})
 
 
 @torch.no_grad()
@@ -128,3 +123,46 @@ def copy_weights(model: nn.Module, start: WarmStart, *, keep_head: bool) -> list
             f"leave out the key of [model] that adds it"
         )
     return fresh
+
+
+def prepare_trainable(model: Model, recipe: Recipe, fresh: Sequence[str]) -> tuple[Model, DecisionEvent]:
+    """Add adapters and freeze weights as a recipe says; return the model and an event that reports what is trained.
+
+    fresh: the names of newly initialized weights, which are always trained.
+    """
+    lora, freeze = recipe.lora, recipe.train.freeze_layers
+    if not isinstance(model, Transformer):
+        raise ConfigError("an LSTM is trained as a whole; leave out lora.rank and train.freeze_layers")
+    depth = max(len(list(stack.layers())) for stack in model.config.stacks.values())
+    if freeze is not None and freeze > depth:
+        raise ConfigError(
+            f"train.freeze_layers={freeze} is more than the {depth} layers of this model; write at most {depth}"
+        )
+    total = sum(weight.numel() for weight in model.parameters())
+    reasons = []
+    if lora.rank:
+        reason = f"LoRA of rank {lora.rank}"
+        if lora.bits:
+            head = model.head
+            model = quantize(model, bits=lora.bits)
+            if any(name.startswith("head.") for name in fresh):
+                model.head = head  # a newly initialized head is not quantized
+            reason += f" with {lora.bits}-bit weights"
+        names = add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dropout=lora.dropout)
+        reasons.append(f"{reason} on {len(names)} projections")
+        total += sum(layer.a.numel() + layer.b.numel() for _, layer in lora_layers(model))
+    if freeze is not None:
+        reasons.append(f"the first {freeze} layers frozen{' with their adapters' if lora.rank else ''}")
+        layers_above = count_layers_above(name for name, _ in model.named_parameters())
+        for name, weight in model.named_parameters():
+            stack, index = (name.split(".") + [""])[:2]
+            is_first = stack in ("encoder", "decoder") and index.isdigit() and int(index) < freeze
+            if is_first or (stack in ("input", "target") and layers_above[name]):  # the embeddings
+                weight.requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if name in fresh or (fresh and name.startswith("head.")):
+            weight.requires_grad_(True)
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    if not trained:
+        raise ConfigError(f"train.freeze_layers={freeze} leaves nothing to train; write a smaller number")
+    return model, DecisionEvent(f"{trained:,} of {total:,} weights are trained", ", ".join(reasons))

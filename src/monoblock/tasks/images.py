@@ -1,4 +1,4 @@
-"""Read images in every form that users have them in, and prepare them as a model expects: resized, scaled, normalized.
+"""Images as a model reads them: read in every form that users have them in, resized, scaled, normalized; training data.
 
 An image is a picture (PNG, JPEG, WebP, GIF, BMP) or a .npz file, by its path; a picture of Pillow; or an array or a
 tensor, of shape (height, width), (channels, height, width) or (height, width, channels), with values from 0 to 255 as
@@ -8,6 +8,7 @@ uint8 or from 0 to 1 as floats.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,22 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monoblock.config.model import PatchConfig
-from monoblock.data.readers.images import PICTURE_SUFFIXES, channels_first, check_pixel_range, read_arrays, read_picture
+from monoblock.config.model import ModelConfig, PatchConfig
+from monoblock.config.presets import preset
+from monoblock.data.augment import augment, uniform_numbers
+from monoblock.data.batches import BatchIndices
+from monoblock.data.readers.images import (
+    PICTURE_SUFFIXES,
+    channels_first,
+    check_pixel_range,
+    picture_size,
+    read_arrays,
+    read_picture,
+)
+from monoblock.data.readers.records import LabelledImage, LabelledPicture
 from monoblock.errors import FileError, InputError
+from monoblock.tasks.task_data import TaskData, TaskInputs, class_indices
+from monoblock.training.collate import SpecialTokenIds, TensorBatch
 from monoblock.untrusted_files import Folder, reading
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
@@ -72,12 +86,11 @@ def read_image_preprocessing(folder: Folder) -> ImagePreprocessing:
     if not folder.has(PREPROCESSOR_FILE):
         return ImagePreprocessing()
     data, where = folder.read_json(PREPROCESSOR_FILE), folder.path / PREPROCESSOR_FILE
-    default = ImagePreprocessing()
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     if data.get("do_normalize") is not False:
-        mean = _channel_values(data.get("image_mean"), default.mean, where)
-        std = _channel_values(data.get("image_std"), default.std, where, nonzero=True)
+        mean = _channel_values(data.get("image_mean"), where)
+        std = _channel_values(data.get("image_std"), where, nonzero=True)
     factor = data.get("rescale_factor", 1 / 255) if data.get("do_rescale") is not False else 1
     if type(factor) not in (int, float) or not factor > 0:
         raise FileError(f"{where}: rescale_factor={factor!r:.40} must be a number above 0, such as 1/255")
@@ -87,28 +100,10 @@ def read_image_preprocessing(folder: Folder) -> ImagePreprocessing:
     if resample not in RESAMPLING or type(resample) is not int:
         known = ", ".join(f"{number} ({name})" for number, name in RESAMPLING.items())
         raise FileError(f"{where}: resample={resample!r:.40} is not known here; write one of {known}")
-    return ImagePreprocessing(mean, std, 255 * factor, _margin(data, where), RESAMPLING[resample])
-
-
-def preprocessor_fields(image: int, channels: int) -> dict[str, Any]:
-    """Return what preprocessor_config.json says of a model whose images were resized for training."""
-    normalization = {"do_normalize": True, "image_mean": [0.5] * channels, "image_std": [0.5] * channels}
-    scaling = {"do_rescale": True, "rescale_factor": 1 / 255}
-    return {
-        "image_processor_type": "ViTImageProcessor",
-        "do_resize": True,
-        "size": {"height": image, "width": image},
-        "resample": 2,
-        **scaling,
-        **normalization,
-    }
-
-
-def _margin(data: dict[str, Any], where: Path) -> float:
-    """Return by how much the size to which images are resized exceeds the size that is cut out of their centre."""
-    size = _side(data.get("size"), where, "size")
-    is_cut = data.get("do_center_crop", False) is True
-    return size / _side(data.get("crop_size", size), where, "crop_size") if is_cut else 1.0
+    size, margin = _side(data.get("size"), where, "size"), 1.0
+    if data.get("do_center_crop", False) is True:
+        margin = size / _side(data.get("crop_size", size), where, "crop_size")
+    return ImagePreprocessing(mean, std, 255 * factor, margin, RESAMPLING[resample])
 
 
 def _side(value: Any, where: Path, name: str) -> int:
@@ -119,10 +114,10 @@ def _side(value: Any, where: Path, name: str) -> int:
     return side
 
 
-def _channel_values(value: Any, default: tuple[float, ...], where: Path, *, nonzero: bool = False) -> tuple[float, ...]:
+def _channel_values(value: Any, where: Path, *, nonzero: bool = False) -> tuple[float, ...]:
     """Return image_mean or image_std as a tuple; raise FileError unless it is a list of one or three numbers."""
     if value is None:
-        return default
+        return (0.5,)
     numbers = isinstance(value, list) and all(isinstance(one, int | float) for one in value)
     if not numbers or len(value) not in (1, 3) or (nonzero and 0 in value):
         raise FileError(
@@ -149,15 +144,11 @@ def read_image(image: Any, config: PatchConfig, preprocessing: ImagePreprocessin
     if hasattr(image, "convert") and hasattr(image, "getbands"):  # a picture of Pillow
         image = np.array(image.convert("L" if config.channels == 1 else "RGB"))
     pixels = image.detach().cpu() if isinstance(image, Tensor) else torch.from_numpy(np.array(image))
-    return prepare_pixels(_channels_first(pixels, config.channels), config, preprocessing, "the input")
-
-
-def _channels_first(pixels: Tensor, channels: int) -> Tensor:
-    """Return an image as (channels, height, width), whichever axis the channels are on."""
     if pixels.dim() == 2:
-        return pixels[None]
-    is_last = pixels.dim() == 3 and pixels.shape[-1] == channels != pixels.shape[0]
-    return pixels.permute(2, 0, 1) if is_last else pixels
+        pixels = pixels[None]
+    elif pixels.dim() == 3 and pixels.shape[-1] == config.channels != pixels.shape[0]:  # the channels come last
+        pixels = pixels.permute(2, 0, 1)
+    return prepare_pixels(pixels, config, preprocessing, "the input")
 
 
 def prepare_pixels(
@@ -204,16 +195,12 @@ def read_pixels(
 
 
 def _check_shape(name: object, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if shape != expected:
-        actual, needed = (" × ".join(map(str, sizes)) for sizes in (shape, expected))
-        advice = resize_hint(shape, expected)
-        raise InputError(f"{name} holds an image of {actual}, but this model reads {needed}; {advice}")
-
-
-def resize_hint(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """Return the part of an error message that says what to do with an image that has not the expected shape."""
-    square = len(shape) == 3 and shape[0] == expected[0] and shape[1] == shape[2]
-    return f"resize it, or give --interpolate {shape[1]}" if square else "resize it"
+    if shape == expected:
+        return
+    actual, needed = (" × ".join(map(str, sizes)) for sizes in (shape, expected))
+    is_square = len(shape) == 3 and shape[0] == expected[0] and shape[1] == shape[2]
+    advice = f"resize it, or give --interpolate {shape[1]}" if is_square else "resize it"
+    raise InputError(f"{name} holds an image of {actual}, but this model reads {needed}; {advice}")
 
 
 def _read_npz(path: Path) -> list[NDArray[Any]]:
@@ -229,3 +216,112 @@ def _read_npz(path: Path) -> list[NDArray[Any]]:
         images = images / np.iinfo(images.dtype).max
     images = channels_first(images)
     return [np.ascontiguousarray(image).reshape(-1, *images.shape[-2:]) for image in images]
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def build_image_data(inputs: TaskInputs, augmentations: dict[str, Any]) -> TaskData:
+    """Build the training data of a recipe: square images of one size, augmented differently in every epoch.
+
+    Images are resized to model.image × model.image if the recipe says so, else they must have one size.
+    """
+    recipe, train, valid, labels = inputs.recipe, inputs.train, inputs.valid, inputs.labels
+    known = preset(recipe.model["preset"]) if "preset" in recipe.model else inputs.config
+    patches = known.input if isinstance(known, ModelConfig) else None
+    size, channels = (
+        recipe.model.get(name, getattr(patches, name) if isinstance(patches, PatchConfig) else None)
+        for name in ("image", "channels")
+    )
+    rows = [*train.rows, *(() if valid is None else valid.rows)]
+    headers = {picture_size(row.path) for row in rows if isinstance(row, LabelledPicture)}
+    if headers:
+        sizes = sorted({(height, width) for _, height, width in headers})
+        if size is None and (len(sizes) > 1 or sizes[0][0] != sizes[0][1]):
+            shown = " and of ".join(f"{height}×{width}" for height, width in sizes[:2])
+            raise FileError(
+                f"{train.name} holds pictures of {shown} pixels; write model.image=32, or another size, to resize"
+            )
+        size = sizes[0][0] if size is None else size
+        channels = max(header.channels for header in headers) if channels is None else channels
+    pixels, targets = stack_images(train.rows, train.name, size, channels), torch.tensor(class_indices(train, labels))
+    channels, height, width = pixels.shape[1:]
+    if height != width:
+        raise FileError(
+            f"{train.name} holds images of {height}×{width}; make them square: pad or crop them, or write "
+            f"model.image={min(height, width)} to resize them"
+        )
+    valid_pixels, valid_targets = torch.empty(0), torch.empty(0)
+    if valid is not None:
+        valid_pixels = stack_images(valid.rows, valid.name, size, channels)
+        if valid_pixels.shape[1:] != pixels.shape[1:]:
+            actual, needed = (" × ".join(map(str, one.shape[1:])) for one in (valid_pixels, pixels))
+            raise FileError(
+                f"{train.name} has training images of {needed} and validation images of {actual}; make them one size"
+            )
+        valid_targets = torch.tensor(class_indices(valid, labels))
+
+    def unit_range(images: Tensor) -> Tensor:
+        """Return pixels from 0 to 1; those of pictures are stored as uint8, in a quarter of the memory."""
+        return images if images.is_floating_point() else images.float() / 255
+
+    def build_batch(batch: BatchIndices) -> TensorBatch:
+        indices = torch.tensor(batch.indices)
+        images = unit_range(pixels[indices])
+        if augmentations:
+            numbers = uniform_numbers(recipe.train.seed, batch.epoch, len(train))[batch.indices]
+            images = augment(images, torch.from_numpy(numbers), **augmentations)
+        return TensorBatch({"source": 2 * images - 1}, targets[indices], batch.epoch, batch.indices.tolist())
+
+    def evaluation_batches() -> Iterator[TensorBatch]:
+        batch = recipe.train.batch
+        for images, classes in zip(valid_pixels.split(batch), valid_targets.split(batch), strict=True):
+            yield TensorBatch({"source": 2 * unit_range(images) - 1}, classes, 0, [])
+
+    summary = f"{len(train):,} images of {height}×{width} to train on"
+    summary += ", to which images of other sizes are resized" if size is not None else ""
+    summary += f", varied by {', '.join(augmentations)}" if augmentations else ""
+    preprocessing = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": size, "width": size},
+        "resample": 2,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5] * channels,
+        "image_std": [0.5] * channels,
+    }
+    return TaskData(
+        None,
+        SpecialTokenIds(),
+        inputs.fixed_plan(len(train)),
+        build_batch,
+        None if valid is None else evaluation_batches,
+        model_sizes={"classes": len(labels), "channels": channels, "image": height},
+        labels=labels,
+        summary=summary,
+        unit="images",
+        model_files={} if size is None else {PREPROCESSOR_FILE: preprocessing},
+    )
+
+
+def stack_images(
+    rows: Sequence[LabelledImage | LabelledPicture], name: str, size: int | None = None, channels: int | None = None
+) -> Tensor:
+    """Stack images into a tensor of shape (count, channels, height, width): uint8, or floats from 0 to 1.
+
+    name: the name of the corpus, for error messages.
+    size, channels: the width to which images are resized, and the number of channels as which pictures are read; None
+        leaves images as they are, and then they must have one shape.
+    """
+    resized = []
+    for row in rows:
+        pixels = read_picture(row.path, channels or 3) if isinstance(row, LabelledPicture) else row.pixels
+        image = torch.from_numpy(pixels)
+        resized.append(image if size is None or image.shape[1:] == (size, size) else resize_pixels(image, size))
+    shapes = {tuple(image.shape) for image in resized}
+    if len(shapes) > 1:
+        first, second, *_ = ("×".join(map(str, shape)) for shape in sorted(shapes))
+        raise FileError(f"{name} holds images of {first} and of {second}; make them one size")
+    return torch.stack(resized)

@@ -18,12 +18,11 @@ from monoblock.inspection.edits import ablate
 from monoblock.inspection.pruning import HeadGroup, ImportanceMethod, list_groups, prune_in_rounds
 from monoblock.inspection.trace import trace
 from monoblock.model import Transformer
-from monoblock.recipes.parse import RECIPE_FILE, recipe_path
 from monoblock.recipes.schema import Recipe, TokenizerSection
 from monoblock.runs.build_data import build_task_data, expected_config
 from monoblock.runs.finetune import build_finetuning_recipe
-from monoblock.runs.recipe import read_recipe, task_of_recipe
-from monoblock.runs.warm_start import load_warm_start
+from monoblock.runs.initial_weights import load_warm_start
+from monoblock.runs.recipe import RECIPE_FILE, read_recipe, recipe_path, task_of_recipe
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, validate
 from monoblock.training.collate import TensorBatch
@@ -68,8 +67,7 @@ def prune_model(
     """
     recipe = _recipe(Path(folder), data, data_folder)
     task = task_of_recipe(recipe)
-    start = load_warm_start(recipe.model)
-    assert start is not None
+    start = load_warm_start(recipe.model["folder"])
     if not isinstance(start.model, Transformer):
         raise ConfigError(f"{folder} is an LSTM, which has no attention heads to prune; give a Transformer")
     model = start.model.to(device).eval()
