@@ -60,7 +60,11 @@ def account(
         return account_config(read_any_config(str(what)), name=name or str(what))
     folder = ModelFolder(what)
     is_stored = folder.format == "monoblock" and any(map(folder.has, WEIGHT_FILES))
-    not_covered = _compare(folder.config, _stored_weights(folder)) if is_stored else {}
+    weights = {}
+    if is_stored:  # the headers of the files tell the sizes
+        shapes = folder.weights.shapes.items()
+        weights = {path: math.prod(shape) for path, shape in shapes if not NOT_TRAINED.fullmatch(path)}
+    not_covered = _compare(folder.config, weights) if is_stored else {}
     return account_config(folder.config, name=name or str(what), not_covered=not_covered)
 
 
@@ -90,12 +94,6 @@ def config_of_recipe(what: str, overrides: Overrides = ()) -> ModelConfig | Recu
 
 
 # -- weights that are there --------------------------------------------------------------------------------------------
-
-
-def _stored_weights(folder: ModelFolder) -> dict[str, int]:
-    """Return the number of elements of each trained weight in a folder, from the headers of its files."""
-    shapes = folder.weights.shapes
-    return {name: math.prod(shape) for name, shape in shapes.items() if not NOT_TRAINED.fullmatch(name)}
 
 
 def _compare(config: ModelConfig | RecurrentConfig, weights: Mapping[str, int]) -> dict[str, int]:

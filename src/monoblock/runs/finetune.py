@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.config.model import ModelConfig
-from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus, load_corpus_if_present
+from monoblock.data.corpora.load import infer_corpus_kind, load_corpus, load_corpus_if_present
 from monoblock.data.corpora.table import CORPORA
 from monoblock.errors import ConfigError
 from monoblock.recipes.schema import Recipe
@@ -47,13 +47,26 @@ def build_finetuning_recipe(
             f"train it with monoblock train RECIPE model.folder={model}"
         )
     task = None if objective is None else find_task(objective)
-    corpus = _load_training_corpus(data, config, task, folder)
-    task = task or _infer_task(corpus, config)
+    is_path = data not in CORPORA
+    if task is not None and is_path:
+        kind = infer_corpus_kind(data, task.corpus_kinds, folder=folder)
+        corpus = load_corpus(data, "train", folder=folder, kind=kind)
+    else:
+        corpus = load_corpus(data, "train", folder=folder)
+        if corpus.kind == "pairs" and config.family == "encoder-only" and is_path:  # two columns are labels and texts
+            corpus = load_corpus(data, "train", folder=folder, kind="labelled")
+    task = task or task_of_corpus(corpus.kind, config.family)
+    if task is None:
+        raise ConfigError(f"{corpus.name} is text, but a {config.family} model reads images; give labelled images")
     if corpus.kind not in task.corpus_kinds:
         raise ConfigError(
             f"the objective {task.name} needs {' or '.join(task.corpus_kinds)}, "
             f"but {data} is {corpus.kind}; give other data or another --objective"
         )
+    validation_rows = 0
+    if corpus.kind != "text":  # a running text has no rows to hold out
+        valid = load_corpus_if_present(data, "valid", folder=folder, kind=corpus.kind if is_path else None)
+        validation_rows = min(MAX_VALIDATION_ROWS, len(corpus) // 10) if valid is None else 0
     overrides, max_length = list(overrides), task.defaults.max_length
     return parse_recipe(
         {
@@ -62,7 +75,7 @@ def build_finetuning_recipe(
             "data": {
                 "corpus": data,
                 "max_length": min(max_length, config.context or max_length),
-                "validation_rows": _validation_count(data, corpus, folder),
+                "validation_rows": validation_rows,
             },
             "model": {"folder": model},
             "train": _train_section(task, config.width, overrides),
@@ -91,29 +104,3 @@ def _train_section(task: Task, width: int, overrides: list[str]) -> dict[str, An
         "keep_checkpoints": 1,
         "load_best": True,
     }
-
-
-def _load_training_corpus(data: str, config: ModelConfig, task: Task | None, folder: Path | None) -> Corpus:
-    """Load the training rows; two columns of text are labels and texts for an encoder-only model, else pairs."""
-    if task is not None and data not in CORPORA:
-        kind = infer_corpus_kind(data, task.corpus_kinds, folder=folder)
-        return load_corpus(data, "train", folder=folder, kind=kind)
-    corpus = load_corpus(data, "train", folder=folder)
-    labelled = corpus.kind == "pairs" and config.family == "encoder-only" and data not in CORPORA
-    return load_corpus(data, "train", folder=folder, kind="labelled") if labelled else corpus
-
-
-def _infer_task(corpus: Corpus, config: ModelConfig) -> Task:
-    task = task_of_corpus(corpus.kind, config.family)
-    if task is None:
-        raise ConfigError(f"{corpus.name} is text, but a {config.family} model reads images; give labelled images")
-    return task
-
-
-def _validation_count(data: str, corpus: Corpus, folder: Path | None) -> int:
-    """Return how many training rows to hold out for validation: 0 for text or if there is a validation split."""
-    if corpus.kind == "text":
-        return 0
-    kind = None if data in CORPORA else corpus.kind
-    valid = load_corpus_if_present(data, "valid", folder=folder, kind=kind)
-    return min(MAX_VALIDATION_ROWS, len(corpus) // 10) if valid is None else 0

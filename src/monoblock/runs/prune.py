@@ -23,7 +23,6 @@ from monoblock.runs.build_data import build_task_data, expected_config
 from monoblock.runs.finetune import build_finetuning_recipe
 from monoblock.runs.initial_weights import load_warm_start
 from monoblock.runs.recipe import RECIPE_FILE, read_recipe, recipe_path, task_of_recipe
-from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, validate
 from monoblock.training.collate import TensorBatch
 from monoblock.training.loss import CrossEntropyLoss, FunctionLoss, Loss
@@ -75,8 +74,12 @@ def prune_model(
     config = expected_config(recipe, task, start)
     context = model.config.context
     task_data = build_task_data(recipe, context, task=task, config=config, data_folder=data_folder, start=start)
-    loss = _loss(task)
-    batches = [batch.to(torch.device(device)) for batch in _training_batches(task_data, num_batches)]
+    loss = FunctionLoss(task.loss) if task.has_own_loss else CrossEntropyLoss(over_positions=task.classes_are_positions)
+    plan, build_batch = task_data.batch_plan, task_data.build_batch
+    assert plan is not None
+    assert build_batch is not None
+    steps = range(min(num_batches, getattr(plan, "batches", num_batches)))
+    batches = [build_batch(plan.batch_at(step)).to(torch.device(device)) for step in steps]
 
     def batch_loss(module: nn.Module, batch: TensorBatch) -> Tensor:
         return loss(module, batch.inputs, batch.labels)
@@ -106,19 +109,6 @@ def _recipe(folder: Path, data: str, data_folder: Path | None) -> Recipe:
     tokenizer = TokenizerSection()  # that of the model, without random segmentations
     section = replace(recipe.data, corpus=data)
     return replace(recipe, data=section, model={"folder": str(folder)}, tokenizer=tokenizer)
-
-
-def _loss(task: Task) -> Loss:
-    if task.has_own_loss:
-        return FunctionLoss(task.loss)
-    return CrossEntropyLoss(over_positions=task.classes_are_positions)
-
-
-def _training_batches(task_data: TaskData, count: int) -> list[TensorBatch]:
-    assert task_data.batch_plan is not None
-    assert task_data.build_batch is not None
-    count = min(count, getattr(task_data.batch_plan, "batches", count))
-    return [task_data.build_batch(task_data.batch_plan.batch_at(step)) for step in range(count)]
 
 
 def _count_to_remove(groups: list[HeadGroup], remove: int | None, keep: float | None) -> int:

@@ -64,7 +64,14 @@ def translate_texts(
     ]
     if batch is None:
         batch = loaded.default_batch(max((len(request.prompt.ids) for request in requests), default=1), settings)
-    results = _run_requests(loaded, requests, settings, max(1, batch), n_best is not None)
+    results: list[list[Hypothesis]] = [[] for _ in requests]
+    for indices in group_by_length([len(request.prompt.source or ()) for request in requests], max(1, batch)):
+        prompts = [requests[index].prompt for index in indices]
+        hypotheses = loaded.decode(prompts, [requests[index].settings for index in indices])
+        if n_best is not None and settings.num_beams == 1:
+            _score_hypotheses(loaded, prompts, [row[0] for row in hypotheses], settings)
+        for index, row in zip(indices, hypotheses, strict=True):
+            results[index] = row
     parts_per_line: list[list[list[Hypothesis]]] = [[] for _ in texts]
     for request, hypotheses in zip(requests, results, strict=True):
         parts_per_line[request.line - first_index].append(hypotheses)
@@ -74,21 +81,6 @@ def translate_texts(
 def best_translations(loaded: LoadedModel, texts: Sequence[str], **options: Any) -> list[str]:
     """Return the best translation of each text; the options are those of `translate_texts`."""
     return [hypotheses[0].text for hypotheses in translate_texts(loaded, texts, **options)]
-
-
-def _run_requests(
-    loaded: LoadedModel, requests: Sequence[TranslationRequest], settings: Settings, batch: int, with_scores: bool
-) -> list[list[Hypothesis]]:
-    """Return the hypotheses of each request, decoded in batches of similar length."""
-    results: list[list[Hypothesis]] = [[] for _ in requests]
-    for indices in group_by_length([len(request.prompt.source or ()) for request in requests], batch):
-        prompts = [requests[index].prompt for index in indices]
-        hypotheses = loaded.decode(prompts, [requests[index].settings for index in indices])
-        if with_scores and settings.num_beams == 1:
-            _score_hypotheses(loaded, prompts, [row[0] for row in hypotheses], settings)
-        for index, row in zip(indices, hypotheses, strict=True):
-            results[index] = row
-    return results
 
 
 @torch.inference_mode()
@@ -164,16 +156,12 @@ def _join_parts(parts: list[list[Hypothesis]], count: int) -> list[Hypothesis]:
         return [Hypothesis("", 0, "stop", 0.0) for _ in range(count)]
     if len(parts) == 1:
         return parts[0]
-    return [_concatenate([part[rank] for part in parts]) for rank in range(count)]
-
-
-def _concatenate(hypotheses: list[Hypothesis]) -> Hypothesis:
-    num_tokens = sum(hypothesis.num_tokens for hypothesis in hypotheses)
-    scores: list[Any] = [hypothesis.score for hypothesis in hypotheses]
-    score = None
-    if None not in scores:
-        total = sum(score * hypothesis.num_tokens for score, hypothesis in zip(scores, hypotheses, strict=True))
-        score = total / max(1, num_tokens)
-    reasons = [hypothesis.finish_reason for hypothesis in hypotheses]
-    finish_reason = next((reason for reason in reasons if reason != "stop"), "stop")
-    return Hypothesis(" ".join(hypothesis.text.strip() for hypothesis in hypotheses), num_tokens, finish_reason, score)
+    joined = []
+    for rank in range(count):
+        hypotheses = [part[rank] for part in parts]
+        num_tokens = sum(hypothesis.num_tokens for hypothesis in hypotheses)
+        weighted = [one.score * one.num_tokens for one in hypotheses if one.score is not None]
+        score = sum(weighted) / max(1, num_tokens) if len(weighted) == len(hypotheses) else None
+        reason = next((one.finish_reason for one in hypotheses if one.finish_reason != "stop"), "stop")
+        joined.append(Hypothesis(" ".join(one.text.strip() for one in hypotheses), num_tokens, reason, score))
+    return joined
