@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -104,13 +105,9 @@ def _call_of_last_module(path: Path) -> str | None:
         if isinstance(node, ast.ClassDef) and any(
             ast.unparse(base).endswith("Module") or ast.unparse(base) in calls for base in node.bases
         ):
-            init = next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"), None)
-            names = (
-                []
-                if init is None
-                else [a.arg for a in init.args.args[1 : len(init.args.args) - len(init.args.defaults)]]
-            )
-            calls[node.name] = f"{node.name}({', '.join(f'{name}=...' for name in names)})"
+            init = next((f.args for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"), None)
+            needed = [] if init is None else init.args[1 : len(init.args) - len(init.defaults)]
+            calls[node.name] = f"{node.name}({', '.join(f'{argument.arg}=...' for argument in needed)})"
     return next(reversed(calls.values()), None)
 
 
@@ -119,10 +116,12 @@ def read_folder(folder: ModelFolder) -> dict[str, Any]:
     try:
         loaded = load_folder(folder, "cpu", torch.float32, force=True)
     except (FileError, InputError):  # perhaps only of the tokenizer, which is missing or belongs to another model
-        model = load_model(Transformer, folder)
-        tokenizer = _read_tokenizer(folder)
-        return {"model": model, **tokenizer, **_read_generation(folder, model, tokenizer.get("tokenizer"))}
-    options: dict[str, Any] = {
+        model, tokenizer = load_model(Transformer, folder), None
+        with suppress(MonoblockError):  # whether it fits the model is for the doctor to say
+            tokenizer = folder.tokenizer
+        options: dict[str, Any] = {} if tokenizer is None else {"tokenizer": tokenizer}
+        return {"model": model, **options, **_read_generation(folder, model, tokenizer)}
+    options = {
         "model": loaded.model,
         "tokenizer": loaded.tokenizer,
         "objective": loaded.objective,
@@ -132,14 +131,6 @@ def read_folder(folder: ModelFolder) -> dict[str, Any]:
     if folder.is_run and folder.has(METRICS_FILE):
         options["history"] = read_history(folder, loaded)
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _read_tokenizer(folder: ModelFolder) -> dict[str, Any]:
-    """Read the tokenizer of a folder whether or not it fits the model, which is for the doctor to say."""
-    try:
-        return {"tokenizer": folder.tokenizer}
-    except MonoblockError:
-        return {}
 
 
 def load_model_to_examine(folder: str | Path) -> Transformer:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monoblock.config.schema import check_at_least, check_fraction, check_types, to_dict
 from monoblock.data.corpora.load import Corpus
-from monoblock.data.readers.records import LabelledImage, LabelledPicture, LabelledText
+from monoblock.data.readers.records import LabelledPicture
 from monoblock.errors import ConfigError, InputError
 from monoblock.tasks.evaluation_report import MAX_MISTAKES, Evaluation, EvaluationRequest, Table, read_corpus
 from monoblock.tasks.input_template import EncodedInput, InputTemplate
@@ -264,21 +264,13 @@ def predict_image_probabilities(
 
 def _predict_corpus(loaded: LoadedModel, corpus: Corpus, request: EvaluationRequest) -> Any:
     if corpus.kind == "images":
-        images = [_input_image(row) for row in corpus.rows]
+        images = [Path(row.path) if isinstance(row, LabelledPicture) else row.pixels for row in corpus.rows]
         try:
             return predict_image_probabilities(loaded, images, batch=request.batch_size).double().numpy()
         except InputError as problem:
             raise InputError(str(problem).replace("the input holds an image", f"{corpus.name} holds images")) from None
-    texts = [_input_text(row) for row in corpus.rows]
+    texts = [row.text if row.text_pair is None else (row.text, row.text_pair) for row in corpus.rows]
     return predict_probabilities(loaded, texts, batch=request.batch_size, long="cut").double().numpy()
-
-
-def _input_image(row: LabelledImage | LabelledPicture) -> Image:
-    return Path(row.path) if isinstance(row, LabelledPicture) else row.pixels
-
-
-def _input_text(row: LabelledText) -> TextOrPair:
-    return row.text if row.text_pair is None else (row.text, row.text_pair)
 
 
 def _build_mistake(
@@ -288,11 +280,13 @@ def _build_mistake(
     from monoblock.tasks.images import read_image
 
     row, prediction = corpus.rows[index], int(probabilities[index].argmax())
-    image = corpus.kind == "images"
+    names = loaded.labels[labels[index]], loaded.labels[prediction]
+    probability = float(probabilities[index, prediction])
+    if corpus.kind != "images":
+        text = row.text if row.text_pair is None else f"{row.text} | {row.text_pair}"
+        return Mistake(text, *names, probability, None)
     picture = Path(row.path) if isinstance(row, LabelledPicture) else None
     shown = f"image {index}" if picture is None else f"{picture.parent.name}/{picture.name}"
-    text = shown if image else row.text if row.text_pair is None else f"{row.text} | {row.text_pair}"
     config: Any = loaded.model.config
-    pixels = read_image(_input_image(row), config.input, loaded.image_preprocessing).numpy() if image else None
-    names = loaded.labels[labels[index]], loaded.labels[prediction]
-    return Mistake(text, *names, float(probabilities[index, prediction]), pixels)
+    pixels = read_image(picture or row.pixels, config.input, loaded.image_preprocessing).numpy()
+    return Mistake(shown, *names, probability, pixels)

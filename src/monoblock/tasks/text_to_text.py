@@ -95,10 +95,18 @@ class TextToText(Seq2Seq):
         translation_metrics = partial(score_translations, lowercase=request.lowercase)
         prefix = prefix_for(section, request.data, loaded.data_section)
         corpus = read_corpus(request, self.corpus_kinds, kind=task_corpus_kind(request.data, prefix, request.folder))
-        pairs = prepare_pairs(convert_to_pairs(expand_answers(corpus)), section, prefix).rows
-        all_references = collect_references(pairs)
         is_question = corpus.kind == "questions"
-        tasks = group_by_task(_first_targets(pairs) if is_question else pairs, section)
+        if is_question:  # one row for each gold answer, of which all are references
+            answers = [
+                row._replace(answers=row.answers[n : n + 1])
+                for row in corpus.rows
+                for n in range(len(row.answers) or 1)
+            ]
+            corpus = replace(corpus, rows=answers)
+        pairs = prepare_pairs(convert_to_pairs(corpus), section, prefix).rows
+        all_references = collect_references(pairs)
+        first = list({row.source: row for row in reversed(pairs)}.values())[::-1]  # the first row of every source
+        tasks = group_by_task(first if is_question else pairs, section)
         metrics: dict[str, Any] = {}
         samples: list[dict[str, Any]] = []
         notes: list[str] = []
@@ -146,14 +154,6 @@ PAIR_CONVERTERS: dict[str, Callable[[Any], Pair]] = {
         f"{row.question} context: {row.context}", row.answers[0] if row.answers else NO_ANSWER
     ),
 }
-
-
-def expand_answers(corpus: Corpus) -> Corpus:
-    """Return a corpus of questions with one row for each gold answer; return any other corpus unchanged."""
-    if corpus.kind != "questions":
-        return corpus
-    rows = [row._replace(answers=row.answers[n : n + 1]) for row in corpus.rows for n in range(len(row.answers) or 1)]
-    return replace(corpus, rows=rows)
 
 
 def convert_to_pairs(corpus: Corpus) -> Corpus:
@@ -263,11 +263,6 @@ def score_lead(sources: Sequence[str], references: Sequence[Sequence[str]]) -> d
     """Return the ROUGE of the first sentence of each source, as lead_rouge1, lead_rouge2 and lead_rougeL."""
     leads = [split_sentences(source)[0] if source else "" for source in sources]
     return {f"lead_{name}": value for name, value in rouge(leads, references).items()}
-
-
-def _first_targets(rows: Sequence[Pair]) -> list[Pair]:
-    """Return the rows without those that repeat the source of an earlier row."""
-    return list({row.source: row for row in reversed(rows)}.values())[::-1]
 
 
 def _prefix_metric_names(metrics: dict[str, Any], prefix: str, tasks: Sequence[str] | dict[str, Any]) -> dict[str, Any]:

@@ -241,7 +241,9 @@ class TaggedAugmenter:
         count = int(rng.integers(1, self.section.join_rows + 1)) if self.section.join_rows > 1 else 1
         rows = replace_mentions(self.rows[index : index + count], self.mentions, self.section.replace_entities, rng)
         rows = [
-            uppercase_row(row) if self.section.uppercase_rows and rng.random() < self.section.uppercase_rows else row
+            row._replace(words=tuple(word.upper() for word in row.words))
+            if self.section.uppercase_rows and rng.random() < self.section.uppercase_rows
+            else row
             for row in rows
         ]
         pieces = [[self._encode_word(word, rng) for word in row.words] for row in rows]
@@ -298,11 +300,6 @@ def replace_mentions(
             done = end
         result.append(concatenate_rows([*parts, TaggedSentence(row.words[done:], row.labels[done:])]))
     return result
-
-
-def uppercase_row(row: TaggedSentence) -> TaggedSentence:
-    """Return the sentence in capitals, like a headline, with the same labels."""
-    return TaggedSentence(tuple(word.upper() for word in row.words), row.labels)
 
 
 def concatenate_rows(rows: Sequence[TaggedSentence]) -> TaggedSentence:
