@@ -119,7 +119,7 @@ class ModelVerb:
         from monoblock.nn.interpolate_positions import interpolate as interpolate_positions
 
         model: Any = interpolate_positions(pipe.model, interpolate)  # type: ignore[type-var]  # which refuses an LSTM
-        return replace(pipe, loaded=replace(pipe, model=model))
+        return replace(pipe, model=model)
 
 
 class DefaultChoice(NamedTuple):
