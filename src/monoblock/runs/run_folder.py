@@ -28,7 +28,6 @@ from monoblock.runs.recipe import RECIPE_FILE
 from monoblock.tasks.loaded_model import DECODER_START_KEY, SETTINGS_FIELDS
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
-from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.events import TENSORBOARD_FOLDER
 from monoblock.untrusted_files import has_file, safe_folder, write_atomically
 
@@ -90,7 +89,7 @@ def write_initial_files(
         tokenizer.save_pretrained(folder)
     stored = start.generation if start is not None and task.decoding != "none" else {}
     tokens = start.special_tokens if start is not None else {}
-    defaults = _generation_config(recipe.generate, task, tokenizer, config.context, stored) | dict(tokens)
+    defaults = _generation_config(recipe, task, task_data, config.context, stored) | dict(tokens)
     write_atomically(folder / GENERATION_CONFIG_FILE, json.dumps(defaults, indent=2) + "\n")
     for name, fields in task_data.model_files.items():
         write_atomically(folder / name, json.dumps(fields, indent=2) + "\n")
@@ -99,19 +98,16 @@ def write_initial_files(
 
 
 def _generation_config(
-    section: GenerateSection,
-    task: Task,
-    tokenizer: Tokenizer | None,
-    context: int | None,
-    stored: Mapping[str, Any] | None = None,
+    recipe: Recipe, task: Task, task_data: TaskData, context: int | None, stored: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the content of generation_config.json for a run.
 
-    It has the options for sampling or beam search, as `task.decoding` says, and the ids of special tokens.  If training
+    It has the options for sampling or beam search, as `task.decoding` says, and the ids of special tokens. If training
     starts from a model with settings of its own, `stored`, these are kept, but for those that the recipe changes.
 
     context: the maximum number of tokens of the model, None for no limit.
     """
+    section, tokenizer = recipe.generate, task_data.tokenizer
     section = replace(section, max_new_tokens=section.new_tokens_within(context))
     if stored:
         default = GenerateSection()

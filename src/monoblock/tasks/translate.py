@@ -67,10 +67,10 @@ def translate_texts(
     results: list[list[Hypothesis]] = [[] for _ in requests]
     for indices in group_by_length([len(request.prompt.source or ()) for request in requests], max(1, batch)):
         prompts = [requests[index].prompt for index in indices]
-        hypotheses = loaded.decode(prompts, [requests[index].settings for index in indices])
+        rows = loaded.decode(prompts, [requests[index].settings for index in indices])
         if n_best is not None and settings.num_beams == 1:
-            _score_hypotheses(loaded, prompts, [row[0] for row in hypotheses], settings)
-        for index, row in zip(indices, hypotheses, strict=True):
+            _score_hypotheses(loaded, prompts, [row[0] for row in rows], settings)
+        for index, row in zip(indices, rows, strict=True):
             results[index] = row
     parts_per_line: list[list[list[Hypothesis]]] = [[] for _ in texts]
     for request, hypotheses in zip(requests, results, strict=True):
