@@ -16,7 +16,7 @@ from monoblock.data.prepare import TokenizerPlan, prepare_tokens
 from monoblock.data.token_folder import TokenDataset
 from monoblock.errors import ConfigError
 from monoblock.runs.recipe import read_recipe
-from monoblock.runs.train import _batch_iterator, prepare_run
+from monoblock.runs.train import batch_iterator, prepare_run
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.events import StepEvent
 
@@ -93,12 +93,12 @@ def test_no_sample_is_repeated_or_skipped_when_the_number_of_ranks_changes(tmp_p
     run = prepare_run(recipe, tmp_path / "run")
     plan = run.task_data.batch_plan
     assert plan.batches > 12
-    whole = _batch_iterator(recipe.train, run.task_data, part_of(0, 1))(0)
+    whole = batch_iterator(recipe.train, run.task_data, part_of(0, 1))(0)
     expected = [next(whole) for _ in range(plan.batches + 2)]
     del whole
     cuts = [0, 3, 4, plan.batches // 2, plan.batches - 1, plan.batches + 2]
     for size, (first, stop) in zip((2, 1, 2, 3, 1), pairwise(cuts), strict=True):
-        ranks = [_batch_iterator(recipe.train, run.task_data, part_of(rank, size))(first) for rank in range(size)]
+        ranks = [batch_iterator(recipe.train, run.task_data, part_of(rank, size))(first) for rank in range(size)]
         for step in range(first, stop):
             shares = [next(batches) for batches in ranks]
             rows = sorted(row for share in shares for row in share.inputs["source"].tolist())

@@ -291,28 +291,12 @@ def build_trainer(
         sizes: dict[str, Any] = {"steps": section.steps, "warmup": section.warmup, "width": model.config.width}
         return learning_rate(section.schedule, step, peak=section.lr, floor=section.min_lr_ratio, **sizes)
 
-    def build_share(batch: BatchIndices) -> TensorBatch:
-        """Build this process's share of a batch; `samples` has the indices of the whole batch.
-
-        If there are fewer samples than processes, some build the first sample, without targets: all have to compute.
-        """
-        assert data.build_batch is not None
-        share, samples = batch_for_rank(batch, world.data_rank, world.data_size), batch.indices.tolist()
-        if not len(share.indices):
-            first = BatchIndices(batch.epoch, batch.indices[:1])
-            return data.build_batch(first).without_targets()._replace(samples=samples)
-        return data.build_batch(share)._replace(samples=samples)
-
-    def batches(step: int) -> Iterator[TensorBatch]:
-        assert data.batch_plan is not None
-        return iter(BatchLoader(data.batch_plan, build_share, start=step, stop=section.steps, workers=section.workers))
-
     return Trainer(
         model=model,
         optimizers=optimizers,
         learning_rate=rate,
         loss=loss,
-        batches=data.batches or batches,
+        batches=data.batches or batch_iterator(section, data, world),
         args=TrainingArguments(
             steps=section.steps,
             accumulate=section.accumulate,
@@ -334,6 +318,26 @@ def build_trainer(
         module=module,
         save_trainable_only=bool(run.recipe.lora.rank),
     )
+
+
+def batch_iterator(section: TrainSection, data: TaskData, world: World) -> Callable[[int], Iterator[TensorBatch]]:
+    """Return a function that takes the number of a step and yields the batches of this process from that step on."""
+    plan, build_batch = data.batch_plan, data.build_batch
+    assert plan is not None
+    assert build_batch is not None
+
+    def build_share(batch: BatchIndices) -> TensorBatch:
+        """Build this process's share of a batch; `samples` has the indices of the whole batch.
+
+        If there are fewer samples than processes, some build the first sample, without targets: all have to compute.
+        """
+        share, samples = batch_for_rank(batch, world.data_rank, world.data_size), batch.indices.tolist()
+        if not len(share.indices):
+            first = BatchIndices(batch.epoch, batch.indices[:1])
+            return build_batch(first).without_targets()._replace(samples=samples)
+        return build_batch(share)._replace(samples=samples)
+
+    return lambda step: iter(BatchLoader(plan, build_share, start=step, stop=section.steps, workers=section.workers))
 
 
 def build_loss(
