@@ -105,6 +105,7 @@ def run_code(code, *words, **options):
 
 def _execute(code, words):
     sys.argv = ["-c", *words]
+    sys.path.insert(0, "")
     exec(code, {"__name__": "__main__"})
 
 

@@ -1,6 +1,7 @@
 """The listings of tasks, keys and knobs, and the reference pages that are generated from them."""
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -34,6 +35,15 @@ def test_the_experiments_are_listed_and_the_suggested_one_exists(capsys):
     out, err = capsys.readouterr()
     assert EXPERIMENTS["norm-placement"][1] in " ".join(out.split())
     assert err == "Try: monoblock compare norm-placement --smoke\n"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built_once():
+    """Build each reference page once for all tests of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, build in PAGES.items():
+            patch.setitem(PAGES, name, functools.cache(build))
+        yield
 
 
 @pytest.mark.parametrize("page", PAGES)
