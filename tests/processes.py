@@ -100,10 +100,10 @@ def _run_path(path, words):
 
 def run_code(code, *words, **options):
     """Run code, as `python -c CODE WORD …` does."""
-    return run(_execute, code, [str(word) for word in words], **options)
+    return run(execute, code, [str(word) for word in words], **options)
 
 
-def _execute(code, words):
+def execute(code, words):
     sys.argv = ["-c", *words]
     sys.path.insert(0, "")
     exec(code, {"__name__": "__main__"})

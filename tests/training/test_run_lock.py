@@ -3,13 +3,11 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from processes import Process, execute
 from training_support import (
     last_logged_step,
     launch_training,
@@ -34,12 +32,6 @@ GONE = 2**22 + 1  # larger than every process id of Linux
 def system(request, monkeypatch):
     if request.param == "no flock":
         monkeypatch.setattr(run_folder, "fcntl", None)
-
-
-def start_python(script, *words):
-    environment = os.environ | {"PYTHONPATH": str(Path(mb.__file__).parents[1])}
-    command = [sys.executable, "-c", script, *map(str, words)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def test_a_second_lock_is_refused_with_the_process_id_of_the_first(system, tmp_path):
@@ -118,8 +110,12 @@ with lock_run_folder(Path(sys.argv[1])):
         print(os.getpid(), flush=True)
     time.sleep(60)
 """
-    process = start_python(script, tmp_path / "run")
-    worker = int(process.stdout.readline())
+    log = tmp_path / "log"
+    process = Process(execute, script, [str(tmp_path / "run")], log=log)
+    while not (log.exists() and log.read_text().endswith("\n")):
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.01)
+    worker = int(log.read_text())
     try:
         with pytest.raises(FileError, match=f"process {process.pid} is training"), lock_run_folder(tmp_path / "run"):
             pass
@@ -130,7 +126,6 @@ with lock_run_folder(Path(sys.argv[1])):
             pass
     finally:
         os.kill(worker, signal.SIGKILL)
-        process.stdout.close()
 
 
 def test_a_live_run_is_not_resumed_and_not_harmed(tmp_path, capsys):
