@@ -39,6 +39,9 @@ VERBS = {
     "quantize": ("models", "Quantize a model to 8 or 4 bits, and compare its perplexity."),
     "account": ("account", "Count the parameters, FLOPs and memory of a model without building it."),
     "draw": ("models", "Draw the architecture of a model, with shapes and parameters, as SVG."),
+    "serve": ("serving", "Serve models to clients of OpenAI's API."),
+    "batch": ("serving", "Answer a file of requests in OpenAI's batch format."),
+    "replay": ("serving", "Derive a served answer again from its receipt, and compare."),
     "doctor": ("doctor", "Examine a model or a run: leaks, padding, cache, positions, training."),
     "env": ("machine", "Show installed versions, devices, and the default device and dtype."),
 }

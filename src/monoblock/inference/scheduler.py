@@ -404,6 +404,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []  # in pages, in the order of their admission
         self.searching: list[Request] = []  # in recorded steps; they have one shape
+        self.num_prefix_tokens = self.num_preemptions = 0  # so far: tokens of prompts found in pages, and preemptions
 
     def add(self, request: Request) -> None:
         bisect.insort(self.waiting, request, key=_order)
@@ -497,6 +498,7 @@ class Scheduler:
             return False
         for row, prefix in zip(rows, found, strict=True):
             row.number = self.pages.add_row(prefix)
+            self.num_prefix_tokens += len(prefix) * PAGE_SIZE
         if request.prompt.source is not None:
             request.source_number = self.sources.add_row()
             self.sources.reserve([request.source_number], [len(request.prompt.source)])
@@ -517,6 +519,7 @@ class Scheduler:
         last = min(reversed(requests), key=lambda request: request.settings.priority)
         self.drop(last)
         self.add(last)
+        self.num_preemptions += 1
         if not last.is_started:  # its prompt will be run, and scored, from the beginning
             last.prompt_scores = []
         return last

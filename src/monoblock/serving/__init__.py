@@ -1,0 +1,1 @@
+"""HTTP: OpenAI's API on the decoding engine (extra `[serve]`)."""

@@ -1,0 +1,102 @@
+"""The process that serves: a socket, signals, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from monoblock.errors import InputError
+from monoblock.serving.security import LOCAL_HOSTS, Gate
+
+DRAIN_SECONDS = 30.0
+HEADER_SECONDS = 20.0  # that a client may take for the first line and the headers
+logger = logging.getLogger("monoblock.serving")
+
+
+class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """HTTP that closes connections on which no request arrives in time."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._deadline = asyncio.get_running_loop().call_later(HEADER_SECONDS, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        if getattr(self, "cycle", None) is None:
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.cancel()
+        super().connection_lost(exc)
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that answers what has begun before it ends; a second signal ends it at once."""
+
+    def __init__(self, config: uvicorn.Config, gate: Gate) -> None:
+        super().__init__(config)
+        self.gate = gate
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.gate.is_draining:
+            self.should_exit = self.force_exit = True
+            return
+        self.gate.is_draining = True
+        logger.info("shutting down: %d requests go on, new ones are refused", self.gate.num_requests)
+        self.drain_until = time.monotonic() + DRAIN_SECONDS
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.gate.is_draining and (not self.gate.num_requests or time.monotonic() > self.drain_until):
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def serve(gate: Gate, host: str, port: int) -> None:
+    """Serve until a signal; return when what had begun is answered."""
+    config = uvicorn.Config(
+        gate,  # type: ignore[arg-type]
+        host=host,
+        port=port,
+        http=PatientProtocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=2,
+        lifespan="on",
+    )
+    DrainingServer(config, gate).run()
+
+
+def check_host(host: str, *, has_key_file: bool) -> None:
+    """Raise InputError for an address that other machines reach, unless the user has chosen the keys."""
+    if host not in LOCAL_HOSTS and not has_key_file:
+        raise InputError(f"--host {host} can be reached from other machines; give it keys with --api-key-file FILE")
+
+
+class JsonLines(logging.Formatter):
+    """A line of JSON for each record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        about = {"time": round(record.created, 3), "level": record.levelname.lower(), "message": record.getMessage()}
+        about |= getattr(record, "fields", {})
+        if record.exc_info:
+            about["error"] = self.formatException(record.exc_info)
+        return json.dumps(about, ensure_ascii=False)
+
+
+def log_to_stderr(level: int = logging.INFO) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    for name in ("monoblock.serving", "uvicorn.error"):
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(level if name == "monoblock.serving" else logging.ERROR)

@@ -1,0 +1,235 @@
+"""What a request may say: one class a route, with OpenAI's names, and the decoding settings that follow from it.
+
+Unknown fields are refused by name.  A few fields of OpenAI's clients have no meaning here; they are accepted, and the
+answer lists them as `ignored_fields`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from monoblock.errors import InputError
+from monoblock.inference.settings import Settings
+from monoblock.serving.inspect_request import InspectBody
+
+MAX_PROMPTS = 256  # of one request
+MAX_TEXT = 1 << 20  # characters of a prompt or an input
+MAX_STOPS = 16
+MAX_SEQUENCES = 128
+IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls")
+REFUSED = {
+    "suffix": "text is continued, not inserted; leave out suffix",
+    "best_of": "write n, and num_beams for a search",
+    "functions": "write tools, which are passed to the chat template",
+    "function_call": "calls are not parsed; leave it out, and read the text",
+    "logit_processors": "write structured_outputs or logit_bias",
+    "previous_response_id": "answers are not stored; send the whole conversation as input",
+    "modalities": "only text is generated; leave it out",
+    "audio": "only text is generated; leave it out",
+    "background": "answers are not stored; leave it out",
+}
+# Names of OpenAI for fields of Settings.
+SETTINGS_NAMES = {
+    "n": "num_return_sequences",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "max_output_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+}
+
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Ids = Annotated[list[int], Field(min_length=1, max_length=MAX_TEXT)]
+
+
+class Body(BaseModel):
+    """A request, whose fields all have the type that they are declared with."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: Annotated[str, Field(max_length=512)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # accepted: nothing is obfuscated
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """One constraint of the text: a JSON schema, a regular expression, a list of choices or a grammar (Lark)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class DecodingBody(Body):
+    """The fields of `Settings` that a request may set, under OpenAI's names where it has one."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    num_beams: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
+    length_penalty: float | None = None
+    length_penalty_form: Literal["length", "gnmt"] | None = None
+    early_stopping: bool | None = None
+    priority: Annotated[int, Field(ge=-100, le=100)] | None = None
+    draft: Literal["8-bit", "4-bit"] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    timeout: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    receipt: bool = False
+    inspect: InspectBody | None = None
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+
+    def ignored_fields(self) -> list[str]:
+        return [name for name in IGNORED if name in self.model_fields_set and getattr(self, name) is not None]
+
+    def options(self) -> dict[str, Any]:
+        """Return what the request says of `Settings`, by the names there."""
+        names = {*Settings.__dataclass_fields__, *SETTINGS_NAMES}
+        given = {name: getattr(self, name) for name in self.model_fields_set if name in names}
+        options = {SETTINGS_NAMES.get(name, name): value for name, value in given.items() if value is not None}
+        options.pop("logprobs", None)  # which differs by route
+        if getattr(self, "max_tokens", None) is not None:  # completions have a default
+            options["max_new_tokens"] = self.max_tokens
+        if self.logit_bias is not None:
+            options["logit_bias"] = _token_numbers(self.logit_bias)
+        return options
+
+    def constraint(self) -> tuple[str, Any] | None:
+        """Return the kind and the value of the constraint of the text, if there is one."""
+        found: list[tuple[str, Any]] = []
+        if self.response_format is not None and self.response_format.type != "text":
+            schema = self.response_format.json_schema
+            if self.response_format.type == "json_schema" and schema is None:
+                raise InputError("response_format json_schema has no schema; write json_schema={'schema': {…}}")
+            found.append(("json", schema.schema_) if schema is not None else ("json_object", None))
+        if self.structured_outputs is not None:
+            said = self.structured_outputs
+            kinds = {"json": said.json_, "regex": said.regex, "choice": said.choice, "grammar": said.grammar}
+            found += [(kind, value) for kind, value in kinds.items() if value is not None]
+        if len(found) > 1:
+            raise InputError(f"{' and '.join(kind for kind, _ in found)} constrain the same text; write one of them")
+        return found[0] if found else None
+
+
+def _token_numbers(bias: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise InputError('logit_bias has a key that is no token id; write {"50": -2.5}') from None
+
+
+class CompletionBody(DecodingBody):
+    prompt: Text | Annotated[list[Text] | Ids | list[Ids], Field(min_length=1, max_length=MAX_TEXT)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)  # a template may read what a model needs
+
+    role: str
+    content: Text | list[dict[str, Any]] | None = None
+
+
+class ChatBody(DecodingBody):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+
+
+class ResponsesBody(DecodingBody):
+    input: Text | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    text: dict[str, Any] | None = None
+    truncation: Literal["disabled"] | None = None
+
+
+class EmbeddingsBody(Body):
+    input: Text | Annotated[list[Text], Field(min_length=1, max_length=2048)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    pooling: Literal["mean", "cls", "last"] | None = None
+    user: str | None = None
+
+
+class TranslateBody(Body):
+    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    num_beams: Annotated[int, Field(ge=1, le=64)] | None = None
+    n_best: Annotated[int, Field(ge=1, le=64)] = 1
+    length_penalty: float | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    alignments: bool = False
+    to: str | None = None
+
+
+class ClassifyBody(Body):
+    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    top: Annotated[int, Field(ge=1, le=1000)] = 1
+
+
+class FillBody(ClassifyBody):
+    top: Annotated[int, Field(ge=1, le=1000)] = 5
+
+
+class TokenizeBody(Body):
+    text: Text
+    add_special_tokens: bool = False
+
+
+class DetokenizeBody(Body):
+    tokens: Annotated[list[int], Field(max_length=MAX_TEXT)]
+
+
+BODIES = (CompletionBody, ChatBody, ResponsesBody, EmbeddingsBody, TranslateBody, FillBody, TokenizeBody)
+FIELDS = sorted({name for body in BODIES for name in body.model_fields})

@@ -1,0 +1,156 @@
+"""Who may ask, and how much: keys, hosts, origins, sizes and times.  What is not allowed is denied."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+from urllib.parse import urlsplit
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+OPEN_PATHS = ("/", "/health", "/ready")  # without a key; a test compares them with the router
+OPEN_FOLDERS = ("/static/",)
+MAX_BODY = 4 << 20  # bytes
+BODY_SECONDS = 30.0  # until a body has arrived
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class Gate:
+    """Let a request through to the application, or answer it with an error.
+
+    keys: the keys of clients; each request gives one as `Authorization: Bearer KEY`.
+    hosts: the names under which this server is called; a page of another name must not reach it (DNS rebinding).
+    """
+
+    def __init__(self, app: Any, keys: Iterable[str], hosts: Iterable[str] = (), max_body: int = MAX_BODY) -> None:
+        self.app, self.max_body = app, max_body
+        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        assert self.digests, "a server has at least one key"
+        self.hosts = {*LOCAL_HOSTS, *(host.lower() for host in hosts)}
+        self.is_draining = False
+        self.num_requests = 0  # that have not been answered to the end
+        self.report: Callable[[str, str, int, float], None] = lambda method, path, status, seconds: None
+
+    def lifespan(self) -> AbstractAsyncContextManager[Any]:
+        """Run the application in a block, without a server."""
+        return self.app.router.lifespan_context(self.app)  # type: ignore[no-any-return]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        start, status = time.perf_counter(), 499
+
+        async def note_status(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        self.num_requests += 1
+        try:
+            refusal = self._refusal(scope["path"], headers)
+            if refusal is not None:
+                await answer_error(note_status, *refusal)
+                return
+            digest = self._matching_key(headers)
+            scope["state"] = {**scope.get("state", {}), "salt": None if digest is None else digest.hex()[:16]}
+            await self.app(scope, _Limited(receive, self.max_body), note_status)
+        finally:
+            self.num_requests -= 1
+            self.report(scope["method"], scope["path"], status, time.perf_counter() - start)
+
+    def _refusal(self, path: str, headers: dict[str, str]) -> tuple[int, str, str, str | None] | None:
+        """Return status, message, type and code of the error for a request that may not pass."""
+        host = _name(headers.get("host", ""))
+        if host not in self.hosts:
+            return 403, f"this server is not called {host!r:.80}; start it with --allow-host", "permission_error", None
+        origin = headers.get("origin")
+        if origin is not None and _name(urlsplit(origin).netloc) not in self.hosts:
+            return 403, "pages of other origins may not ask this server", "permission_error", None
+        if not is_open(path) and self._matching_key(headers) is None:
+            said = "the API key is wrong" if "authorization" in headers else "there is no API key"
+            message = f"{said}; send the header Authorization: Bearer KEY"
+            return 401, message, "authentication_error", "invalid_api_key"
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self.max_body:
+            return 413, f"the request is larger than {self.max_body:,} bytes", "invalid_request_error", "too_large"
+        if self.is_draining and not is_open(path):
+            return 503, "the server is shutting down; try another one, or later", "server_error", "shutting_down"
+        return None
+
+    def _matching_key(self, headers: dict[str, str]) -> bytes | None:
+        """Return the digest of the key that a request gives, if it is one of ours."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = hashlib.sha256(key.strip().encode()).digest()
+        found = [digest for digest in self.digests if hmac.compare_digest(digest, given)]
+        return found[0] if found and scheme.lower() == "bearer" else None
+
+
+def is_open(path: str) -> bool:
+    """Return whether a path may be asked without a key."""
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
+
+
+class TooLarge(Exception):
+    """A body with more bytes than the server reads."""
+
+
+class TooSlow(Exception):
+    """A body that did not arrive in time."""
+
+
+class _Limited:
+    """The messages of a client, whose body is limited in size and in time."""
+
+    def __init__(self, receive: Receive, max_body: int) -> None:
+        self.receive, self.left = receive, max_body
+        self.deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+        self.is_complete = False
+
+    async def __call__(self) -> MutableMapping[str, Any]:
+        if self.is_complete:
+            return await self.receive()  # until the client goes
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                message = await self.receive()
+        except TimeoutError:
+            raise TooSlow from None
+        self.left -= len(message.get("body", b""))
+        if self.left < 0:
+            raise TooLarge
+        self.is_complete = not message.get("more_body", False)
+        return message
+
+
+def _name(host: str) -> str:
+    """Return the name in a Host header or in the address of an origin, without its port."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""
+
+
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+async def answer_error(
+    send: Send, status: int, message: str, kind: str, code: str | None = None, headers: dict[str, str] | None = None
+) -> None:
+    body = json.dumps(error_body(message, kind, code)).encode()
+    more = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+    pairs = [(name.encode(), value.encode()) for name, value in more.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,266 @@
+"""A model that is served: its pipeline, its engine in a thread, and the texts of requests as they grow."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from monoblock.errors import InputError, with_article
+from monoblock.inference.engine import Engine
+from monoblock.inference.optimized import optimize
+from monoblock.inference.pages import default_max_rows
+from monoblock.inference.scheduler import Prompt, TokenScores
+from monoblock.inference.settings import Settings
+from monoblock.inference.streaming_text import StreamingText
+from monoblock.inference.supported_models import reason_not_to_optimize
+from monoblock.model import Transformer
+from monoblock.runs.pipeline import Pipeline
+from monoblock.serving.constraints import Constraint, ConstraintTokenizer
+from monoblock.serving.engine_loop import EngineLoop
+from monoblock.serving.inspect_request import MAX_TOKENS, Inspection
+from monoblock.serving.receipts import digest_weights
+from monoblock.serving.requests import DecodingBody
+from monoblock.tasks.translate import script_tag_for
+from monoblock.tasks.word_alignment import align
+from monoblock.tokenizers.tokenizer import Tokenizer
+
+CREATIVE = {"temperature": 1.0}  # OpenAI's default, where neither the request nor the model's folder says another
+
+
+class TooLong(InputError):
+    """A prompt that the context of the model does not hold."""
+
+
+class Piece(NamedTuple):
+    """New text of one sequence."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...] = ()
+    scores: tuple[TokenScores, ...] = ()
+    prompt_scores: tuple[TokenScores, ...] = ()
+    finish_reason: str | None = None
+    score: float | None = None  # of a beam search
+    seen: dict[str, Any] | None = None  # what an inspection has shown when the token was chosen
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt with its settings, ready for the engine."""
+
+    prompt: Prompt
+    settings: Settings
+    copies: int = 1  # how often each sequence is returned: greedy decoding gives the same text n times
+    salt: str | None = None
+    inspection: Inspection | None = None  # what to look into
+    new_text: bool = False  # whether the text begins anew, as an answer in a chat, or goes on from the prompt
+
+
+class ServedModel:
+    """A pipeline under a name; `loop` decodes, and runs what is not decoding between its steps."""
+
+    def __init__(
+        self, name: str, pipe: Pipeline, *, exact: bool = False, max_rows: int | None = None, max_queue: int = 256
+    ) -> None:
+        self.name, self.pipe, self.created = name, pipe, int(time.time())
+        model = pipe.model
+        if not isinstance(model, Transformer):
+            raise InputError(f"{name} is an LSTM, which is not served; give a Transformer")
+        self.decodes = not pipe.loaded.prediction_method and model.decoder is not None
+        engine: Any = _NoEngine()
+        if self.decodes:
+            capacity = model.config.context or 4096
+            rows = max_rows or min(256, default_max_rows(model, capacity))
+            if exact or reason_not_to_optimize(model) is None:
+                generator = optimize(model, exact=exact)
+            else:
+                generator = model
+            engine = Engine(generator, max_rows=rows, capacity=capacity, tokenizer=pipe.tokenizer)
+        self.loop = EngineLoop(engine, max_queue=max_queue)
+
+    # -- what it can do -------------------------------------------------------------------------------------------
+
+    @property
+    def abilities(self) -> list[str]:
+        """What may be asked of the model: the last words of the routes that take it."""
+        method = self.pipe.loaded.prediction_method
+        if method:
+            return {"classify": ["classify"], "embed": ["embeddings"], "fill": ["fill", "embeddings"]}.get(method, [])
+        if self.pipe.model.encoder is not None:
+            return ["translate", "completions"]
+        chat = ["chat/completions", "responses"] if self.pipe.tokenizer.chat_template else []
+        return ["completions", *chat, "embeddings"]
+
+    def check(self, ability: str) -> None:
+        if ability not in self.abilities:
+            kind = with_article(self.pipe.model.config.family)
+            offered = ", ".join(f"/v1/{name}" for name in self.abilities) or "no route"
+            why = ""
+            if ability in ("chat/completions", "responses") and "completions" in self.abilities:
+                why = " without a chat template"
+            raise InputError(f"{self.name} is {kind} model{why}; it answers {offered}")
+
+    @cached_property
+    def constraint_tokenizer(self) -> ConstraintTokenizer:
+        return ConstraintTokenizer(self.pipe.tokenizer, self.loop.engine.limits.vocab_size)
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """The SHA-256 of the weights."""
+        return digest_weights(self.pipe.model.state_dict())
+
+    # -- prompts and settings -------------------------------------------------------------------------------------
+
+    def encode(self, text: str | Sequence[int]) -> Prompt:
+        """Return a text or token ids as a prompt."""
+        if isinstance(text, str):
+            return self.pipe.encode_prompt(text)
+        if self.pipe.model.encoder is not None:
+            raise InputError("an encoder-decoder takes its source as a text; write it as a string")
+        return Prompt(tuple(text))
+
+    def encode_source(self, text: str, to: str | None) -> Prompt:
+        """Return the source of a translation; `to` is the script of the target, for a model that writes several."""
+        tag = script_tag_for(self.pipe.loaded, text, to)
+        return self.pipe.encode_prompt(f"{tag} {text}".strip())
+
+    def align(self, source: str, target: str, to: str | None) -> list[tuple[int, int]]:
+        """Return which word of a source each word of its translation stands for."""
+        return align(self.pipe.loaded, source, target, to)
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        if self.pipe.tokenizer is None:
+            raise InputError(f"{self.name} reads images and has no tokenizer")
+        return self.pipe.tokenizer
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> Prompt:
+        tokenizer = self.pipe.tokenizer
+        text = tokenizer.apply_chat_template(messages, **variables)
+        return Prompt(tuple(tokenizer.encode(text, allow_specials=True)))
+
+    def job(self, body: DecodingBody, prompt: Prompt, *, extra: Mapping[str, Any] | None = None, **more: Any) -> Job:
+        """Return what decodes a prompt as a request says: its options, then the model's own, then OpenAI's."""
+        room = self.loop.engine.capacity - len(prompt.ids)
+        if room < 1:
+            raise TooLong(
+                f"this prompt has {len(prompt.ids)} tokens, but the context of {self.name} has room for "
+                f"{self.loop.engine.capacity}, those of the answer included; shorten it"
+            )
+        options = {**CREATIVE, **self.pipe.defaults.options, "num_return_sequences": 1, **body.options()}
+        if "num_beams" not in body.options():
+            options["num_beams"] = 1
+        elif options["num_beams"] > 1 and body.temperature is None:
+            options["temperature"] = 0.0
+        options.setdefault("max_new_tokens", room)
+        if self.pipe.tokenizer.eos_id is not None:
+            options.setdefault("eos_token_id", (self.pipe.tokenizer.eos_id,))
+        options["max_new_tokens"] = min(options["max_new_tokens"], room)
+        options |= extra or {}
+        copies = 1
+        if not options["temperature"] and options["num_beams"] == 1:
+            copies, options["num_return_sequences"] = options["num_return_sequences"], 1
+            for name in ("top_k", "top_p", "min_p", "typical_p"):  # they have no effect on the most probable token
+                options.pop(name, None)
+        options["num_beams"] = max(options["num_beams"], 1)
+        known = {name: value for name, value in options.items() if name in Settings.__dataclass_fields__}
+        if (constraint := body.constraint()) is not None:
+            known["logits_processor"] = Constraint(self.constraint_tokenizer, *constraint, len(prompt.ids))
+        if body.inspect is not None:
+            if known.get("max_new_tokens", 0) > MAX_TOKENS or known.get("num_return_sequences", 1) > 1:
+                raise InputError(f"inspect looks into one text of at most {MAX_TOKENS} new tokens; write max_tokens")
+            more["inspection"] = Inspection(self.pipe.model, body.inspect)
+        return Job(prompt, Settings(**known), copies, **more)
+
+    # -- texts ----------------------------------------------------------------------------------------------------
+
+    async def pieces(self, job: Job) -> AsyncIterator[Piece]:
+        """Yield the texts of a job as they grow; closing the iterator ends its request."""
+        context = () if job.new_text or job.prompt.source is not None else job.prompt.ids
+        settings, tokenizer = job.settings, self.pipe.tokenizer
+        texts = [StreamingText(tokenizer, settings.stop, context) for _ in range(settings.num_return_sequences)]
+        look, options = job.inspection, {"salt": job.salt}
+        if look is not None:
+            options |= {"edits": look.edits, "capture": look.capture}
+        async with self.loop.run(job.prompt, settings, **options) as outputs, aclosing(outputs):  # type: ignore[type-var]
+            async for output in outputs:
+                tokens, last = output.tokens, output.tokens[-1:]
+                if output.finish_reason == "stop" and last and last[0] in settings.eos_token_id:
+                    tokens = tokens[:-1]
+                text = texts[output.sequence_index]
+                new = text.add(*tokens) + (text.finish() if output.finish_reason else "")
+                reason = output.finish_reason
+                piece = Piece(
+                    output.sequence_index,
+                    new,
+                    output.tokens,
+                    output.scores,
+                    output.prompt_scores,
+                    "length" if reason == "context" else reason,
+                    output.score,
+                )
+                if look is not None and output.captured and output.tokens:
+                    piece = piece._replace(seen=await asyncio.to_thread(look.read, output.captured, self.spell_text))
+                for copy in range(job.copies):
+                    yield piece._replace(index=piece.index * job.copies + copy)
+
+    def spell_text(self, token: int) -> str:
+        return self.spell(token).decode("utf-8", "replace")
+
+    def spell(self, token: int) -> bytes:
+        """Return the bytes of a token in the middle of a text."""
+        tokenizer = self.pipe.tokenizer
+        raw = tokenizer.token_bytes(token)
+        return raw if raw is not None else tokenizer.token(token).replace("▁", " ").encode()
+
+
+class _NoEngine:
+    """Stands where a model decodes nothing: its thread only runs what is called between steps."""
+
+    busy, max_rows = False, 0
+
+
+async def merge(sources: Sequence[AsyncIterator[Piece]]) -> AsyncIterator[tuple[int, Piece]]:
+    """Yield what several iterators yield, with the number of each, in the order in which it comes."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as only:  # type: ignore[type-var]
+            async for piece in only:
+                yield 0, piece
+        return
+    items: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
+
+    async def read(number: int, source: AsyncIterator[Piece]) -> None:
+        try:
+            async with aclosing(source):  # type: ignore[type-var]
+                async for piece in source:
+                    items.put_nowait((number, piece))
+            items.put_nowait((number, None))
+        except Exception as problem:
+            items.put_nowait((number, problem))
+
+    tasks = [asyncio.create_task(read(number, source)) for number, source in enumerate(sources)]
+    try:
+        left = len(tasks)
+        while left:
+            number, item = await items.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def split_seed(job: Job, number: int) -> Job:
+    """Return the job of prompt `number` of a request: its seed is the request's plus this number."""
+    seed = job.settings.seed
+    return job if seed is None or not number else replace(job, settings=replace(job.settings, seed=seed + number))

@@ -1,0 +1,104 @@
+"""Answers that end when their client goes: streams of server-sent events, and plain answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+WRITE_SECONDS = 20.0  # that a client may leave an event unread
+GONE = Response(status_code=499)  # nobody reads it
+
+
+async def gone(receive: Receive) -> None:
+    """Return when the client has closed its connection; its body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Response:
+    """Return the result of `work`, which is cancelled if the client goes."""
+    task, watch = asyncio.create_task(work), asyncio.create_task(gone(request.receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else GONE
+    finally:
+        await _end(task, watch)
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def begin(events: AsyncIterator[T]) -> AsyncIterator[T]:
+    """Wait for the first event, so that an error before it still has a status of its own; return all of them."""
+    first = await anext(events, None)
+
+    async def all_events() -> AsyncIterator[T]:
+        async with aclosing(events):  # type: ignore[type-var]
+            if first is not None:
+                yield first
+            async for event in events:
+                yield event
+
+    return all_events()
+
+
+class EventStream(Response):
+    """A stream of server-sent events.
+
+    events: the events, each a dictionary, or a pair of its name and a dictionary.
+    describe: what an exception between two events is as an event.
+    done: whether the stream ends with [DONE].
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[Any], describe: Any, *, done: bool = True) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.events, self.describe, self.done = events, describe, done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        write, watch = asyncio.create_task(self._write(send)), asyncio.create_task(gone(receive))
+        try:
+            await asyncio.wait((write, watch), return_when=asyncio.FIRST_COMPLETED)
+            if write.done():
+                write.result()
+        finally:
+            await _end(write, watch)
+            await self.events.aclose()  # type: ignore[attr-defined]
+
+    async def _write(self, send: Send) -> None:
+        await _in_time(send({"type": "http.response.start", "status": 200, "headers": self.raw_headers}))
+        try:
+            async for event in self.events:
+                await self._send(send, event)
+        except (TimeoutError, asyncio.CancelledError):
+            raise
+        except Exception as problem:
+            await self._send(send, self.describe(problem))
+        if self.done:
+            await _in_time(send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True}))
+        await _in_time(send({"type": "http.response.body", "body": b""}))
+
+    async def _send(self, send: Send, event: Any) -> None:
+        name, data = event if isinstance(event, tuple) else (None, event)
+        text = f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'), allow_nan=False)}\n\n"
+        if name is not None:
+            text = f"event: {name}\n{text}"
+        await _in_time(send({"type": "http.response.body", "body": text.encode(), "more_body": True}))
+
+
+async def _in_time(sending: Awaitable[None]) -> None:
+    """Wait until a client has taken what it is sent; TimeoutError closes the connection of one that does not."""
+    await asyncio.wait_for(sending, WRITE_SECONDS)
