@@ -27,7 +27,7 @@ FLOORS = [
     "tasks",
     "doctor",
     "runs",
-    "experiments classic bench",
+    "experiments classic bench serving",
     "cli",
     "__main__ __init__",
 ]

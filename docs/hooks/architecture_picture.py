@@ -32,6 +32,7 @@ CAPTIONS = {
     "quantization": "8 and 4 bits",
     "recipes": "TOML",
     "runs": "train, load, evaluate",
+    "serving": "OpenAI's API over HTTP",
     "tasks": "data, loss, prediction",
     "tokenizers": "text to ids",
     "training": "trainer, optimizers",

@@ -28,6 +28,7 @@ SECTIONS: dict[str, list[str]] = {
         "vision.md",
         "finetuning.md",
         "decoding.md",
+        "serving.md",
         "distributed.md",
         "inspection.md",
         "doctor.md",

@@ -111,7 +111,7 @@ def create_app(
     async def metrics() -> Response:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    server.routes = {str(getattr(route, "path", "")) for route in app.routes}
+    server.routes = {"/", *app.openapi()["paths"]}
     gate = Gate(app, keys, hosts, **({} if max_body is None else {"max_body": max_body}))
     gate.report = server.report
     return gate

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,10 +17,8 @@ from torch import Tensor
 from monoblock.errors import InputError
 from monoblock.tokenizers.tokenizer import Tokenizer
 
-try:
+if find_spec("llguidance") is not None:  # only requests with a constraint need it
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-except ImportError:  # the extra is not complete: only requests with a constraint need it
-    LLMatcher = None
 
 MAX_GRAMMAR = 64 * 1024  # characters
 MAX_CHOICES = 1000
@@ -30,7 +29,7 @@ class ConstraintTokenizer:
     """What llguidance reads of a tokenizer, made once for a model."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        if LLMatcher is None:
+        if find_spec("llguidance") is None:
             raise InputError("constraints need the package llguidance; write pip install llguidance")
         if tokenizer.eos_id is None:
             raise InputError("the tokenizer of this model has no end token, so no constraint can end a text")

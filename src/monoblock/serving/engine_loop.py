@@ -15,7 +15,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -97,7 +97,7 @@ class EngineLoop:
         adapter: str | None = None,
         edits: Sequence[Edit] = (),
         capture: Sequence[str] = (),
-    ) -> AsyncIterator[AsyncIterator[RequestOutput]]:
+    ) -> AsyncGenerator[AsyncGenerator[RequestOutput, None], None]:
         """Decode a prompt; the block gets its outputs as they come, and cancels what is left of it when it ends."""
         if self.is_draining:
             raise Draining("the server is shutting down; send the request to another one, or later")
@@ -113,7 +113,7 @@ class EngineLoop:
             self.num_open -= 1
             self._commands.put(lambda: self._cancel(ticket))
 
-    async def _outputs(self, ticket: _Ticket, count: int) -> AsyncIterator[RequestOutput]:
+    async def _outputs(self, ticket: _Ticket, count: int) -> AsyncGenerator[RequestOutput, None]:
         while count:
             output = await ticket.outputs.get()
             if isinstance(output, Exception):
@@ -138,7 +138,7 @@ class EngineLoop:
             self._to_event_loop(_resolve, future, result, problem)
 
         self._commands.put(command)
-        return await future  # type: ignore[no-any-return]
+        return await future
 
     # -- in the thread --------------------------------------------------------------------------------------------
 

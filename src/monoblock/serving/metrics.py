@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,7 +20,7 @@ class Metrics:
         self.requests = Counter(
             "monoblock_requests", "Answers by route and status", ["route", "status"], registry=self.registry
         )
-        options = {"buckets": SECONDS, "registry": self.registry}
+        options: dict[str, Any] = {"buckets": SECONDS, "registry": self.registry}
         self.first_token = Histogram("monoblock_time_to_first_token_seconds", "From the request to text", **options)
         self.next_token = Histogram("monoblock_time_per_token_seconds", "Between tokens of a sequence", **options)
         self.registry.register(_Engines(list(models)))

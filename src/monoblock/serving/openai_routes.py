@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +68,7 @@ class Answer:
         self.num_choices = jobs[0].settings.num_return_sequences * jobs[0].copies
         self.choices = [Choice() for _ in range(self.num_choices * len(jobs))]
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yield (choice, piece) as the texts grow, and keep them."""
         async with asyncio.timeout(self.body.timeout):
             async with aclosing(merge([self.model.pieces(job) for job in self.jobs])) as merged:
@@ -113,7 +113,7 @@ async def _respond(
     request: Request,
     answer: Answer,
     whole: Callable[[Answer], dict[str, Any]],
-    events: Callable[[Answer], AsyncIterator[Any]],
+    events: Callable[[Answer], AsyncGenerator[Any, None]],
     *,
     done: bool = True,
 ) -> Response | dict[str, Any]:
@@ -122,7 +122,7 @@ async def _respond(
         return EventStream(await begin(events(answer)), request.app.state.server.error_event, done=done)
 
     async def work() -> dict[str, Any]:
-        async with aclosing(answer.pieces()) as pieces:  # type: ignore[type-var]
+        async with aclosing(answer.pieces()) as pieces:
             async for _ in pieces:
                 pass
         return whole(answer)
@@ -166,9 +166,9 @@ def _completion(answer: Answer) -> dict[str, Any]:
     return {**answer.head("text_completion"), "choices": choices, "usage": answer.usage(), **answer.extras()}
 
 
-async def _completion_events(answer: Answer) -> AsyncIterator[dict[str, Any]]:
+async def _completion_events(answer: Answer) -> AsyncGenerator[dict[str, Any], None]:
     seen = [0] * len(answer.choices)  # characters, for the offsets of tokens
-    async with aclosing(answer.pieces()) as pieces:  # type: ignore[type-var]
+    async with aclosing(answer.pieces()) as pieces:
         async for index, piece in pieces:
             first = not seen[index]
             text = (_echo(answer, index) if first else "") + piece.text
@@ -263,11 +263,11 @@ def _chat(answer: Answer) -> dict[str, Any]:
     return {**answer.head("chat.completion"), "choices": choices, "usage": answer.usage(), **answer.extras()}
 
 
-async def _chat_events(answer: Answer) -> AsyncIterator[dict[str, Any]]:
+async def _chat_events(answer: Answer) -> AsyncGenerator[dict[str, Any], None]:
     head = answer.head("chat.completion.chunk")
     usage: dict[str, Any] = {"usage": None} if _wants_usage(answer.body) else {}
     begun: set[int] = set()
-    async with aclosing(answer.pieces()) as pieces:  # type: ignore[type-var]
+    async with aclosing(answer.pieces()) as pieces:
         async for index, piece in pieces:
             choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
             if index not in begun:
@@ -363,7 +363,7 @@ def _output_text(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": []}
 
 
-async def _response_events(answer: Answer) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+async def _response_events(answer: Answer) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
     number = 0
     place = {"item_id": f"msg-{answer.id}", "output_index": 0, "content_index": 0}
 
@@ -372,7 +372,7 @@ async def _response_events(answer: Answer) -> AsyncIterator[tuple[str, dict[str,
         number += 1
         return f"response.{name}", {"type": f"response.{name}", "sequence_number": number - 1, **values}
 
-    async with aclosing(answer.pieces()) as pieces:  # type: ignore[type-var]
+    async with aclosing(answer.pieces()) as pieces:
         async for _, piece in pieces:
             if not number:
                 started = _response(answer, "in_progress")

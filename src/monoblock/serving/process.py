@@ -59,10 +59,9 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serve(gate: Gate, host: str, port: int) -> None:
-    """Serve until a signal; return when what had begun is answered."""
-    config = uvicorn.Config(
-        gate,  # type: ignore[arg-type]
+def configure(gate: Gate, host: str, port: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        gate,
         host=host,
         port=port,
         http=PatientProtocol,
@@ -73,7 +72,11 @@ def serve(gate: Gate, host: str, port: int) -> None:
         timeout_graceful_shutdown=2,
         lifespan="on",
     )
-    DrainingServer(config, gate).run()
+
+
+def serve(gate: Gate, host: str, port: int) -> None:
+    """Serve until a signal; return when what had begun is answered."""
+    DrainingServer(configure(gate, host, port), gate).run()
 
 
 def check_host(host: str, *, has_key_file: bool) -> None:

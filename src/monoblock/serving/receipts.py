@@ -67,16 +67,6 @@ def circumstances(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def digest_weights(state: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of weights by name, shape, dtype and bytes."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 @cache
 def code_digest() -> str:
     """Return the SHA-256 of the source files of the package."""
@@ -137,9 +127,9 @@ def replay(receipt: Any, model: ServedModel) -> Replay:
         derived = _decode(engine, prompt, source, settings)
         for index, (said, found) in enumerate(zip(texts, derived, strict=False)):
             for place in range(max(len(said), len(found))):
-                pair = [tokens[place] if place < len(tokens) else None for tokens in (said, found)]
-                if pair[0] != pair[1]:
-                    return Replay(differences, (number, index, place, *pair))
+                there_is, here_is = (tokens[place] if place < len(tokens) else None for tokens in (said, found))
+                if there_is != here_is:
+                    return Replay(differences, (number, index, place, there_is, here_is))
     return Replay(differences, None)
 
 

@@ -133,7 +133,7 @@ class DecodingBody(Body):
         given = {name: getattr(self, name) for name in self.model_fields_set if name in names}
         options = {SETTINGS_NAMES.get(name, name): value for name, value in given.items() if value is not None}
         options.pop("logprobs", None)  # which differs by route
-        if getattr(self, "max_tokens", None) is not None:  # completions have a default
+        if isinstance(self, CompletionBody) and self.max_tokens is not None:  # which has a default
             options["max_new_tokens"] = self.max_tokens
         if self.logit_bias is not None:
             options["logit_bias"] = _token_numbers(self.logit_bias)

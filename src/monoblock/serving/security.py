@@ -41,7 +41,8 @@ class Gate:
 
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
         """Run the application in a block, without a server."""
-        return self.app.router.lifespan_context(self.app)  # type: ignore[no-any-return]
+        context: AbstractAsyncContextManager[Any] = self.app.router.lifespan_context(self.app)
+        return context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from monoblock.errors import InputError, with_article
 from monoblock.inference.engine import Engine
@@ -23,7 +26,6 @@ from monoblock.runs.pipeline import Pipeline
 from monoblock.serving.constraints import Constraint, ConstraintTokenizer
 from monoblock.serving.engine_loop import EngineLoop
 from monoblock.serving.inspect_request import MAX_TOKENS, Inspection
-from monoblock.serving.receipts import digest_weights
 from monoblock.serving.requests import DecodingBody
 from monoblock.tasks.translate import script_tag_for
 from monoblock.tasks.word_alignment import align
@@ -36,7 +38,8 @@ class TooLong(InputError):
     """A prompt that the context of the model does not hold."""
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """New text of one sequence."""
 
     index: int
@@ -71,16 +74,19 @@ class ServedModel:
         model = pipe.model
         if not isinstance(model, Transformer):
             raise InputError(f"{name} is an LSTM, which is not served; give a Transformer")
+        self.model = model
         self.decodes = not pipe.loaded.prediction_method and model.decoder is not None
         engine: Any = _NoEngine()
         if self.decodes:
             capacity = model.config.context or 4096
             rows = max_rows or min(256, default_max_rows(model, capacity))
-            if exact or reason_not_to_optimize(model) is None:
-                generator = optimize(model, exact=exact)
-            else:
-                generator = model
-            engine = Engine(generator, max_rows=rows, capacity=capacity, tokenizer=pipe.tokenizer)
+            is_fast = exact or reason_not_to_optimize(model) is None
+            engine = Engine(
+                optimize(model, exact=exact) if is_fast else model,
+                max_rows=rows,
+                capacity=capacity,
+                tokenizer=pipe.tokenizer,
+            )
         self.loop = EngineLoop(engine, max_queue=max_queue)
 
     # -- what it can do -------------------------------------------------------------------------------------------
@@ -111,8 +117,13 @@ class ServedModel:
 
     @cached_property
     def weights_digest(self) -> str:
-        """The SHA-256 of the weights."""
-        return digest_weights(self.pipe.model.state_dict())
+        """The SHA-256 of the weights: of their names, shapes, dtypes and bytes."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            tensor = tensor.detach().cpu().contiguous()
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     # -- prompts and settings -------------------------------------------------------------------------------------
 
@@ -139,7 +150,7 @@ class ServedModel:
             raise InputError(f"{self.name} reads images and has no tokenizer")
         return self.pipe.tokenizer
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> Prompt:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Prompt:
         tokenizer = self.pipe.tokenizer
         text = tokenizer.apply_chat_template(messages, **variables)
         return Prompt(tuple(tokenizer.encode(text, allow_specials=True)))
@@ -174,20 +185,20 @@ class ServedModel:
         if body.inspect is not None:
             if known.get("max_new_tokens", 0) > MAX_TOKENS or known.get("num_return_sequences", 1) > 1:
                 raise InputError(f"inspect looks into one text of at most {MAX_TOKENS} new tokens; write max_tokens")
-            more["inspection"] = Inspection(self.pipe.model, body.inspect)
+            more["inspection"] = Inspection(self.model, body.inspect)
         return Job(prompt, Settings(**known), copies, **more)
 
     # -- texts ----------------------------------------------------------------------------------------------------
 
-    async def pieces(self, job: Job) -> AsyncIterator[Piece]:
+    async def pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
         """Yield the texts of a job as they grow; closing the iterator ends its request."""
         context = () if job.new_text or job.prompt.source is not None else job.prompt.ids
         settings, tokenizer = job.settings, self.pipe.tokenizer
         texts = [StreamingText(tokenizer, settings.stop, context) for _ in range(settings.num_return_sequences)]
-        look, options = job.inspection, {"salt": job.salt}
+        look, options = job.inspection, dict[str, Any](salt=job.salt)
         if look is not None:
             options |= {"edits": look.edits, "capture": look.capture}
-        async with self.loop.run(job.prompt, settings, **options) as outputs, aclosing(outputs):  # type: ignore[type-var]
+        async with self.loop.run(job.prompt, settings, **options) as outputs, aclosing(outputs):
             async for output in outputs:
                 tokens, last = output.tokens, output.tokens[-1:]
                 if output.finish_reason == "stop" and last and last[0] in settings.eos_token_id:
@@ -205,9 +216,9 @@ class ServedModel:
                     output.score,
                 )
                 if look is not None and output.captured and output.tokens:
-                    piece = piece._replace(seen=await asyncio.to_thread(look.read, output.captured, self.spell_text))
+                    piece = replace(piece, seen=await asyncio.to_thread(look.read, output.captured, self.spell_text))
                 for copy in range(job.copies):
-                    yield piece._replace(index=piece.index * job.copies + copy)
+                    yield replace(piece, index=piece.index * job.copies + copy)
 
     def spell_text(self, token: int) -> str:
         return self.spell(token).decode("utf-8", "replace")
@@ -225,18 +236,18 @@ class _NoEngine:
     busy, max_rows = False, 0
 
 
-async def merge(sources: Sequence[AsyncIterator[Piece]]) -> AsyncIterator[tuple[int, Piece]]:
+async def merge(sources: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
     """Yield what several iterators yield, with the number of each, in the order in which it comes."""
     if len(sources) == 1:
-        async with aclosing(sources[0]) as only:  # type: ignore[type-var]
+        async with aclosing(sources[0]) as only:
             async for piece in only:
                 yield 0, piece
         return
     items: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
 
-    async def read(number: int, source: AsyncIterator[Piece]) -> None:
+    async def read(number: int, source: AsyncGenerator[Piece, None]) -> None:
         try:
-            async with aclosing(source):  # type: ignore[type-var]
+            async with aclosing(source):
                 async for piece in source:
                     items.put_nowait((number, piece))
             items.put_nowait((number, None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -39,12 +39,12 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def begin(events: AsyncIterator[T]) -> AsyncIterator[T]:
+async def begin(events: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
     """Wait for the first event, so that an error before it still has a status of its own; return all of them."""
     first = await anext(events, None)
 
-    async def all_events() -> AsyncIterator[T]:
-        async with aclosing(events):  # type: ignore[type-var]
+    async def all_events() -> AsyncGenerator[T, None]:
+        async with aclosing(events):
             if first is not None:
                 yield first
             async for event in events:
@@ -63,7 +63,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[Any], describe: Any, *, done: bool = True) -> None:
+    def __init__(self, events: AsyncGenerator[Any, None], describe: Any, *, done: bool = True) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.events, self.describe, self.done = events, describe, done
@@ -76,7 +76,7 @@ class EventStream(Response):
                 write.result()
         finally:
             await _end(write, watch)
-            await self.events.aclose()  # type: ignore[attr-defined]
+            await self.events.aclose()
 
     async def _write(self, send: Send) -> None:
         await _in_time(send({"type": "http.response.start", "status": 200, "headers": self.raw_headers}))

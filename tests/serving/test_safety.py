@@ -1,0 +1,199 @@
+"""Keys, names, sizes and clients that go: what a request may not do."""
+
+import asyncio
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from serving_support import KEY, ask, running_server, tiny_app, tiny_pipeline
+
+from monoblock.errors import InputError
+from monoblock.serving.app import create_app
+from monoblock.serving.process import check_host
+from monoblock.serving.security import MAX_BODY, is_open
+from monoblock.serving.served_model import ServedModel
+
+COMPLETION = {"model": "tiny", "prompt": "In the", "max_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(tiny_app()) as (server, address):
+        yield server, address
+
+
+def fetch(address, path, body=None, **headers):
+    """Return the status and the body of an answer."""
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", **headers}
+    data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(address + path, data, {name: value for name, value in headers.items() if value})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as problem:
+        return problem.code, problem.read()
+
+
+def test_every_route_needs_the_key_but_those_that_are_listed(server):
+    gate, address = server[0].gate, server[1]
+    paths = [*gate.app.openapi()["paths"], "/", "/openapi.json", "/metrics", "/nope"]
+    assert {path for path in paths if is_open(path)} == {"/", "/health", "/ready"}
+    for path in paths:
+        for key in (None, "Bearer wrong", f"Basic {KEY}", f"bearer {KEY}x"):
+            status, body = fetch(address, path.replace("{name}", "tiny"), Authorization=key)
+            assert (status == 200) == is_open(path), (path, key)
+            if not is_open(path):
+                assert status == 401
+                assert json.loads(body)["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[", "localhost@evil.example:80"])
+def test_other_names_of_the_server_are_refused(server, host):
+    status, body = fetch(server[1], "/v1/models", Host=host or "evil")
+    assert status == 403
+    assert b"--allow-host" in body
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost.evil.example", "file://"])
+def test_pages_of_other_origins_are_refused(server, origin):
+    assert fetch(server[1], "/v1/models", Origin=origin)[0] == 403
+    assert fetch(server[1], "/v1/models", Origin=server[1])[0] == 200
+
+
+def test_another_address_needs_keys_of_the_user():
+    check_host("127.0.0.1", has_key_file=False)
+    check_host("0.0.0.0", has_key_file=True)
+    with pytest.raises(InputError, match="--api-key-file"):
+        check_host("0.0.0.0", has_key_file=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "the body is missing"),
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b"[]", "object"),
+        (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', "temperature"),
+        (b'{"model": "tiny", "prompt": "x", "temperature": 1e999}', "temperature"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "prompt"),
+        ({**COMPLETION, "temprature": 1}, "did you mean 'temperature'"),
+        ({**COMPLETION, "suffix": "x"}, "suffix is not supported"),
+        ({**COMPLETION, "model": "tony"}, "did you mean 'tiny'"),
+        ({**COMPLETION, "model": "../../etc/passwd"}, "there is no model"),
+        ({**COMPLETION, "max_tokens": 0}, "max_tokens"),
+        ({**COMPLETION, "max_tokens": "5"}, "max_tokens"),
+        ({**COMPLETION, "max_tokens": True}, "max_tokens"),
+        ({**COMPLETION, "n": 10**9}, "n:"),
+        ({**COMPLETION, "prompt": []}, "prompt"),
+        ({**COMPLETION, "prompt": [-1]}, "id -1"),
+        ({**COMPLETION, "prompt": [10**30]}, "id 1000"),
+        ({**COMPLETION, "prompt": [[]]}, "prompt"),
+        ({**COMPLETION, "prompt": ["a"] * 300}, "at most 256"),
+        ({**COMPLETION, "prompt": "the " * 300}, "shorten it"),
+        ({**COMPLETION, "stop": [""]}, "stop"),
+        ({**COMPLETION, "stop": ["a"] * 17}, "stop"),
+        ({**COMPLETION, "logit_bias": {"x": 1}}, "token id"),
+        ({**COMPLETION, "logit_bias": {"9999": 1}}, "vocabulary"),
+        ({**COMPLETION, "temperature": 0.5, "num_beams": 2}, "num_beams"),
+        ({**COMPLETION, "seed": -1}, "seed"),
+        ({**COMPLETION, "structured_outputs": {"regex": "("}}, "regex"),
+        ({**COMPLETION, "structured_outputs": {"regex": "a", "choice": ["b"]}}, "one of them"),
+        ({**COMPLETION, "structured_outputs": {"grammar": "no grammar"}}, "grammar"),
+        ({**COMPLETION, "structured_outputs": {"json": {"type": "nonsense"}}}, "json"),
+        ({**COMPLETION, "inspect": {"attention": [[9, 0]]}}, "layers are"),
+        ({**COMPLETION, "inspect": {"lens": 99}}, "lens"),
+        ({**COMPLETION, "n": 2, "inspect": {"lens": 1}}, "one text"),
+    ],
+)
+def test_a_wrong_request_is_one_line_that_names_the_field(server, body, message):
+    status, answer = fetch(server[1], "/v1/completions", body)
+    assert status in (400, 404)
+    error = json.loads(answer)["error"]
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert fetch(server[1], "/v1/completions", COMPLETION)[0] == 200
+
+
+def test_a_body_is_limited_in_size(server):
+    host, port = server[1].removeprefix("http://").split(":")
+    for length in (MAX_BODY + 1, 10**30):
+        with socket.create_connection((host, int(port))) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+            connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode())
+            assert connection.recv(1 << 16).split(b" ")[1] in (b"413", b"400")
+
+
+def test_a_full_queue_is_refused_at_once_and_the_others_are_answered():
+    gate = create_app([ServedModel("tiny", tiny_pipeline(), max_rows=2, max_queue=3)], [KEY])
+    answers = ask(gate, *[("/v1/completions", {"prompt": f"{n}", "max_tokens": 30}) for n in range(12)])
+    statuses = sorted(status for status, _ in answers)
+    assert statuses == [200] * 5 + [429] * 7
+    refused = next(body for status, body in answers if status == 429)
+    assert refused["error"]["code"] == "queue_full"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_frees_its_pages(server, stream):
+    gate, address = server[0].gate, server[1]
+    engine = gate.app.state.server.models["tiny"].loop.engine
+    host, port = address.removeprefix("http://").split(":")
+    body = json.dumps({**COMPLETION, "max_tokens": 90, "n": 20, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + body)
+        until(lambda: engine.busy)
+    until(lambda: not engine.busy and not engine.pages.num_in_use)
+    assert fetch(address, "/v1/completions", COMPLETION)[0] == 200
+
+
+def until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_what_has_begun_is_answered_while_the_server_shuts_down():
+    with running_server(tiny_app()) as (server, address):
+        host, port = address.removeprefix("http://").split(":")
+        body = json.dumps({**COMPLETION, "max_tokens": 60, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + body)
+            received = connection.recv(1 << 16)
+            server.handle_exit(15, None)
+            assert fetch(address, "/v1/completions", COMPLETION)[0] in (503, 200)
+            while part := connection.recv(1 << 16):
+                received += part
+                if b"[DONE]" in received:
+                    break
+        assert b"[DONE]" in received
+        until(lambda: server.should_exit)
+
+
+def test_two_keys_share_no_prefixes():
+    gate = create_app([ServedModel("tiny", tiny_pipeline())], [KEY, "another-key"])
+    body = {"model": "tiny", "prompt": "In the beginning God created the heaven " * 3, "max_tokens": 2}
+
+    async def main():
+        from monoblock.serving.batch import post
+
+        found = []
+        async with gate.lifespan():
+            scheduler = gate.app.state.server.models["tiny"].loop.engine.scheduler
+            for key in (KEY, "another-key", KEY):
+                before = scheduler.num_prefix_tokens
+                assert (await post(gate, key, "/v1/completions", body))[0] == 200
+                found.append(scheduler.num_prefix_tokens - before)
+        return found
+
+    first, other, again = asyncio.run(main())
+    assert first == other == 0
+    assert again > 0
