@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-import monoblock
+from monoblock import __version__
 from monoblock.errors import MonoblockError, did_you_mean
 from monoblock.serving import openai_routes, own_routes
 from monoblock.serving.engine_loop import Draining, QueueFull
@@ -85,7 +85,7 @@ def create_app(
         for model in server.models.values():
             await model.loop.stop()
 
-    app = FastAPI(title="monoblock", version=monoblock.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="monoblock", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
     app.include_router(openai_routes.router)
     app.include_router(own_routes.router)

@@ -7,7 +7,6 @@ signature: whoever has the model can write one.  `replay` derives the tokens aga
 from __future__ import annotations
 
 import hashlib
-import inspect
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -19,7 +18,7 @@ import safetensors
 import tokenizers
 import torch
 
-import monoblock
+from monoblock import __version__
 from monoblock.errors import FileError, InputError
 from monoblock.inference.engine import Engine
 from monoblock.inference.settings import Settings
@@ -52,7 +51,7 @@ def circumstances(model: ServedModel) -> dict[str, Any]:
     return {
         "weights_sha256": model.weights_digest,
         "code_sha256": code_digest(),
-        "monoblock": monoblock.__version__,
+        "monoblock": __version__,
         "tokenizer": tokenizer.fingerprint,
         "chat_template_sha256": None if template is None else hashlib.sha256(template.encode()).hexdigest(),
         "adapter": None,
@@ -70,7 +69,7 @@ def circumstances(model: ServedModel) -> dict[str, Any]:
 @cache
 def code_digest() -> str:
     """Return the SHA-256 of the source files of the package."""
-    root, digest = Path(inspect.getfile(monoblock)).parent, hashlib.sha256()
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".cpp", ".h")):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
