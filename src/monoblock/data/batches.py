@@ -10,7 +10,7 @@ import functools
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from types import FrameType
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -212,8 +212,8 @@ class BatchLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return self._iterate_workers() if self.workers else map(self._make_step, self._steps())
 
-    def _steps(self) -> Iterator[int]:
-        return iter(count(self.start) if self.stop is None else range(self.start, self.stop))
+    def _steps(self) -> Iterable[int]:
+        return count(self.start) if self.stop is None else range(self.start, self.stop)
 
     def _make_step(self, step: int) -> T:
         return self.make_batch(self.plan.batch_at(step))
@@ -222,8 +222,8 @@ class BatchLoader(Generic[T]):
         batches = self._start_workers()
         try:
             for batch in batches:
-                if isinstance(batch, _WorkerError):
-                    raise batch.error
+                if isinstance(batch, MonoblockError):
+                    raise batch
                 yield batch
         finally:
             del batches  # end the worker processes here, not at the next garbage collection
@@ -241,7 +241,7 @@ class BatchLoader(Generic[T]):
                 DataLoader(
                     _StepDataset(self._make_step),  # type: ignore[arg-type]
                     batch_size=None,
-                    sampler=_StepSampler(self._steps),
+                    sampler=self._steps(),
                     num_workers=self.workers,
                     # On systems without fork, `make_batch` must be picklable.
                     multiprocessing_context="fork" if sys.platform == "linux" else None,
@@ -253,18 +253,11 @@ class BatchLoader(Generic[T]):
             )
 
 
-class _WorkerError:
-    """A MonoblockError that a worker returns to the main process.
-
-    If the worker raised it, PyTorch would wrap it in an exception with a long traceback.
-    """
-
-    def __init__(self, error: MonoblockError) -> None:
-        self.error = error
-
-
 class _StepDataset:
-    """A dataset whose item `step` is the batch of that step."""
+    """A dataset whose item `step` is the batch of that step, or the error for the main process to raise.
+
+    If a worker raised it, PyTorch would wrap it in an exception with a long traceback.
+    """
 
     def __init__(self, make_step: Callable[[int], Any]) -> None:
         self.make_step = make_step
@@ -273,17 +266,7 @@ class _StepDataset:
         try:
             return self.make_step(step)
         except MonoblockError as error:
-            return _WorkerError(error)
-
-
-class _StepSampler:
-    """A sampler that yields the steps to load, in order."""
-
-    def __init__(self, steps: Callable[[], Iterator[int]]) -> None:
-        self.steps = steps
-
-    def __iter__(self) -> Iterator[int]:
-        return self.steps()
+            return error
 
 
 def _identity(batch: Any) -> Any:

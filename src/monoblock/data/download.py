@@ -8,7 +8,6 @@ import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO
 
 from monoblock.errors import FileError
 
@@ -24,7 +23,8 @@ def download(url: str, sha256: str, path: str | Path, *, max_bytes: int) -> Path
     """
     path = Path(path)
     if path.is_file():
-        actual = _sha256(path)
+        with open(path, "rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual == sha256:
             return path
         path.unlink()
@@ -34,35 +34,25 @@ def download(url: str, sha256: str, path: str | Path, *, max_bytes: int) -> Path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False) as part:
-            _download_and_verify(url, sha256, max_bytes, part, path)
+            try:
+                digest = hashlib.sha256()
+                for chunk in _read_chunks(url, max_bytes):
+                    digest.update(chunk)
+                    part.write(chunk)
+                actual = digest.hexdigest()
+                if actual != sha256:
+                    raise FileError(
+                        f"the file at {url} has SHA-256 {actual[:12]}…, but {sha256[:12]}… was expected, so "
+                        f"it was deleted; put the right file into a folder of corpora and give the folder with --data"
+                    )
+                part.flush()
+                os.fsync(part.fileno())
+                Path(part.name).replace(path)
+            finally:
+                Path(part.name).unlink(missing_ok=True)
     except OSError as problem:
         raise FileError(f"{path} cannot be written: {problem.strerror or problem}") from None
     return path
-
-
-def _download_and_verify(url: str, sha256: str, max_bytes: int, part: IO[bytes], path: Path) -> None:
-    temporary = Path(part.name)
-    try:
-        actual = _write_response(url, max_bytes, part)
-        if actual != sha256:
-            raise FileError(
-                f"the file at {url} has SHA-256 {actual[:12]}…, but {sha256[:12]}… was expected, so it was deleted; "
-                f"put the right file into a folder of corpora and give the folder with --data"
-            )
-        part.flush()
-        os.fsync(part.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _write_response(url: str, max_bytes: int, part: IO[bytes]) -> str:
-    """Download `url` into the open file `part` and return the SHA-256 of the downloaded bytes."""
-    digest = hashlib.sha256()
-    for chunk in _read_chunks(url, max_bytes):
-        digest.update(chunk)
-        part.write(chunk)
-    return digest.hexdigest()
 
 
 def _read_chunks(url: str, max_bytes: int) -> Iterator[bytes]:
@@ -89,8 +79,3 @@ def _read_chunks(url: str, max_bytes: int) -> Iterator[bytes]:
     # An interrupted connection looks like the end of the file.
     if length is not None and length.isdigit() and int(length) != read:
         raise FileError(f"the download of {url} broke off after {read:,} of {int(length):,} bytes; try again")
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -143,6 +143,8 @@ class Stage(nn.Module):
     def __init__(self, model: Transformer, plans: Sequence[StagePlan], number: int, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.plan, self.previous, self.dtype = plans[number], plans[number - 1] if number else None, dtype
+        # How many of the tensors received are hidden states; the rest are router logits.
+        self.num_hidden = 0 if self.previous is None else 2 if self.previous.sends_memory else 1
         self.width = model.config.width
         self.reads_tokens = isinstance(model.input, Embedding)
         experts = [_expert_layers(model, plan) for plan in plans]
@@ -155,17 +157,15 @@ class Stage(nn.Module):
     def forward(self, *received: Tensor, **keywords: Tensor) -> Tensor | tuple[Tensor, ...]:
         labels = keywords.pop(LABELS)
         inputs = {name.removeprefix(INPUT_PREFIX): tensor for name, tensor in keywords.items()}
-        with self._autocast(labels.device):
+        autocast = nullcontext() if self.dtype is None else torch.autocast(labels.device.type, self.dtype)
+        with autocast:
             if self.plan.is_last:
                 return self.objective(functools.partial(self._finish, received), inputs, labels)
             tap = RouterTap()
             hidden, memory, _ = self._run_layers(received, inputs, tap if self.own_routers else None)
-        routers = [*received[self._num_hidden(self.previous) :], *tap.router_logits]
+        routers = [*received[self.num_hidden :], *tap.router_logits]
         results = [hidden, *([memory] if self.plan.sends_memory and memory is not None else []), *routers]
         return tuple(self._to_send(tensor) for tensor in results)
-
-    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        return nullcontext() if self.dtype is None else torch.autocast(device.type, self.dtype)
 
     def _to_send(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self._sent_dtype).contiguous()
@@ -180,7 +180,7 @@ class Stage(nn.Module):
 
     def _finish(self, received: tuple[Tensor, ...], *, tap: Tap | None = None, **inputs: Tensor) -> Tensor:
         """Run the last stage; return the output of the model, after the tap has seen the router logits so far."""
-        routers = received[self._num_hidden(self.previous) :]
+        routers = received[self.num_hidden :]
         for (name, _), logits in zip(self.received_routers, routers, strict=True):
             if tap is not None:
                 tap(name, logits)
@@ -200,7 +200,10 @@ class Stage(nn.Module):
             if hidden is None:
                 hidden, positions = model._embed_source(inputs["source"], mask, **options, tap=tap)
             else:
-                positions = self._source_positions(hidden, inputs["source"], mask, options)
+                positions = arange_positions(hidden.shape[1], device=hidden.device)
+                if self.reads_tokens:
+                    fields = (options.get("positions"), options.get("documents"), options.get("flags"))
+                    positions = token_positions(inputs["source"], mask, *fields, None, uses_flags=self.uses_flags)
             stack, name = (model.encoder, "encoder") if plan.encoder else (model.decoder, "decoder")
             assert stack is not None
             hidden = stack(hidden, positions, tap=prefix_tap(tap, name))
@@ -223,47 +226,27 @@ class Stage(nn.Module):
         )
         return hidden, memory, target_positions
 
-    def _source_positions(
-        self, hidden: Tensor, source: Tensor, mask: Tensor | None, options: dict[str, Tensor | None]
-    ) -> TokenPositions:
-        if not self.reads_tokens:
-            return arange_positions(hidden.shape[1], device=hidden.device)
-        fields = (options.get("positions"), options.get("documents"), options.get("flags"))
-        return token_positions(source, mask, *fields, None, uses_flags=self.uses_flags)
-
     # -- what is sent ----------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _num_hidden(plan: StagePlan | None) -> int:
-        """Return how many of the tensors that a stage sends are hidden states; the rest are router logits."""
-        return 0 if plan is None else 2 if plan.sends_memory else 1
+    def examples(self, inputs: dict[str, Tensor], source_length: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return tensors on the meta device like those that this stage receives, and returns, for a micro-batch."""
 
-    def example_inputs(self, inputs: dict[str, Tensor], source_length: int) -> tuple[Tensor, ...]:
-        """Return tensors on the meta device like those that this stage receives for a micro-batch."""
-        return (
-            () if self.previous is None else self._examples(self.previous, self.received_routers, inputs, source_length)
-        )
+        def example(*shape: int) -> Tensor:
+            return torch.empty(shape, device="meta", dtype=self._sent_dtype, requires_grad=True)
 
-    def example_outputs(self, inputs: dict[str, Tensor], source_length: int) -> tuple[Tensor, ...]:
-        """Return tensors on the meta device like those that this stage returns for a micro-batch."""
-        if self.plan.is_last:
-            return (self._example(()),)
-        return self._examples(self.plan, [*self.received_routers, *self.own_routers], inputs, source_length)
+        def sent(plan: StagePlan, routers: list[tuple[str, int]]) -> tuple[Tensor, ...]:
+            rows, in_decoder = inputs["source"].shape[0], plan.has_both_stacks and bool(plan.decoder)
+            target_length = inputs["target"].shape[1] if in_decoder else source_length
+            hidden = [example(rows, target_length, self.width)]
+            hidden += [example(rows, source_length, self.width)] if plan.sends_memory else []
+            for name, experts in routers:
+                is_target = plan.has_both_stacks and name.startswith("decoder")
+                hidden.append(example(rows, target_length if is_target else source_length, experts))
+            return tuple(hidden)
 
-    def _examples(
-        self, plan: StagePlan, routers: list[tuple[str, int]], inputs: dict[str, Tensor], source_length: int
-    ) -> tuple[Tensor, ...]:
-        rows, in_decoder = inputs["source"].shape[0], plan.has_both_stacks and bool(plan.decoder)
-        target_length = inputs["target"].shape[1] if in_decoder else source_length
-        shapes: list[tuple[int, ...]] = [(rows, target_length, self.width)]
-        shapes += [(rows, source_length, self.width)] if plan.sends_memory else []
-        for name, experts in routers:
-            is_target = plan.has_both_stacks and name.startswith("decoder")
-            shapes.append((rows, target_length if is_target else source_length, experts))
-        return tuple(map(self._example, shapes))
-
-    def _example(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, device="meta", dtype=self._sent_dtype, requires_grad=True)
+        routers = [*self.received_routers, *self.own_routers]
+        received = () if self.previous is None else sent(self.previous, self.received_routers)
+        return received, (example(),) if self.plan.is_last else sent(self.plan, routers)
 
 
 def _expert_layers(model: Transformer, plan: StagePlan) -> list[tuple[str, int]]:
@@ -378,14 +361,14 @@ class PipelineParallel(ShardedStrategy):
         }
         keywords[LABELS] = torch.cat([batch.labels for batch in micro_batches]).to(self.device)
         self.stage.objective = objective
-        length = self._source_length(first.inputs["source"])
+        received, returned = self.stage.examples(first.inputs, self._source_length(first.inputs["source"]))
         stage = PipelineStage(
             self.stage,
             self.world.pipeline_rank,
             self.world.pipeline_size,
             self.device,
-            input_args=self.stage.example_inputs(first.inputs, length),
-            output_args=self.stage.example_outputs(first.inputs, length),
+            input_args=received,
+            output_args=returned,
             group=self.group,
         )
         is_1f1b = self.schedule == "1f1b" and count >= self.world.pipeline_size and backward

@@ -145,11 +145,7 @@ def collate_masked_lm(
         )
         for sample in samples
     ]
-    ids = pad_rows([row for row, _ in masked], special.pad_id)
-    inputs = {"source": ids}
-    valid = valid_mask([row for row, _ in masked], ids.shape[1])
-    if not bool(valid.all()):
-        inputs["attention_mask"] = valid
+    inputs = _collate_ids([{"ids": row} for row, _ in masked], special)
     inputs["logits_at"], labels = select_target_positions(pad_rows([labels for _, labels in masked], IGNORE_INDEX))
     return inputs, labels
 

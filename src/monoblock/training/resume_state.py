@@ -19,7 +19,7 @@ from monoblock.errors import FileError, shorten_message
 from monoblock.kernels.cpu import library
 from monoblock.parallel.strategy import mesh_of
 from monoblock.training import checkpoint
-from monoblock.training.checkpoint import ADVICE, StoredTensor
+from monoblock.training.checkpoint import ADVICE
 from monoblock.training.guard import STATE_FIELDS
 from monoblock.training.optimizer import Optimizers
 
@@ -48,19 +48,11 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Ten
     return tensors
 
 
-def expected_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weight: Tensor) -> dict[str, Spec]:
-    """Return the shapes and dtypes of the states that an optimizer keeps for a weight, found by a step on a copy."""
-    copied = torch.zeros_like(weight.detach()).requires_grad_()
-    copied.grad = torch.zeros_like(weight.detach())
-    probe = object.__new__(type(optimizer))
-    state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-    probe.__dict__.update(optimizer.__dict__, state=state, param_groups=[{**group, "params": [copied]}])
-    probe.step()
-    return {key: _spec(torch.as_tensor(value)) for key, value in state[copied].items()}
-
-
 def _expected_optimizer(model: nn.Module, optimizers: Optimizers, index: Collection[str]) -> dict[str, Spec]:
-    """Return the optimizer states of each weight for which a checkpoint stores any, by their names in the index."""
+    """Return the optimizer states of each weight for which a checkpoint stores any, by their names in the index.
+
+    The shapes and dtypes of the states that an optimizer keeps for a weight are found by a step on a copy.
+    """
     names = {weight: name for name, weight in model.named_parameters()}
     stored = {name.split("/", 1)[1].rsplit("/", 1)[0] for name in index if name.startswith("optimizer/")}
     expected: dict[str, Spec] = {}
@@ -71,32 +63,18 @@ def _expected_optimizer(model: nn.Module, optimizers: Optimizers, index: Collect
                 split = (mesh_of(weight), getattr(weight, "placements", None))
                 kind = (optimizer, number, weight.shape, weight.dtype, *split)
                 if kind not in found:
-                    found[kind] = expected_states(optimizer, group, weight)
+                    copied = torch.zeros_like(weight.detach()).requires_grad_()
+                    copied.grad = torch.zeros_like(weight.detach())
+                    probe, state = object.__new__(type(optimizer)), defaultdict[Tensor, dict[str, Any]](dict)
+                    probe.__dict__.update(optimizer.__dict__, state=state, param_groups=[{**group, "params": [copied]}])
+                    probe.step()
+                    found[kind] = {key: _spec(torch.as_tensor(value)) for key, value in state[copied].items()}
                 expected |= {f"optimizer/{names[weight]}/{key}": spec for key, spec in found[kind].items()}
     return expected
 
 
 def _spec(tensor: Tensor) -> Spec:
     return tuple(tensor.shape), tensor.dtype
-
-
-def empty_optimizer_tensors(
-    model: nn.Module, index: Mapping[str, StoredTensor], elsewhere: Collection[str] = ()
-) -> dict[str, Tensor]:
-    """Return tensors to load the stored optimizer states into, split among processes like their weights.
-
-    elsewhere: the names of weights of which this process has no part.
-    """
-    weights, tensors = dict(model.named_parameters()), {}
-    for full_name, stored in index.items():
-        group, name = full_name.split("/", 1)
-        weight_name = name.rsplit("/", 1)[0]
-        weight = weights.get(weight_name) if group == "optimizer" else None
-        if weight is not None and tuple(weight.shape) == stored.shape:
-            tensors[name] = torch.empty_like(weight.detach(), dtype=stored.dtype)
-        elif group == "optimizer" and weight_name not in elsewhere:
-            tensors[name] = torch.empty(stored.shape, dtype=stored.dtype)
-    return tensors
 
 
 def restore_optimizer(model: nn.Module, optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> None:
@@ -176,7 +154,15 @@ def load_state(
             tensor.copy_(groups["average"][name])
         states = groups.get("optimizer", {})
     else:
-        states = empty_optimizer_tensors(model, index, elsewhere)
+        states, parameters = {}, dict(model.named_parameters())
+        for name, stored in (
+            (name.removeprefix("optimizer/"), index[name]) for name in index if name[:10] == "optimizer/"
+        ):
+            owner = name.rsplit("/", 1)[0]
+            if owner in parameters and tuple(parameters[owner].shape) == stored.shape:  # split like the weight
+                states[name] = torch.empty_like(parameters[owner].detach(), dtype=stored.dtype)
+            elif owner not in elsewhere:
+                states[name] = torch.empty(stored.shape, dtype=stored.dtype)
         checkpoint.load_into(path, index, {"model": weights, "optimizer": states, "average": average})
     restore_optimizer(model, optimizers, states)
     if carried is not None:

@@ -205,8 +205,8 @@ def _load_named(
     location = corpus_location(name, folder, cache)
     if location is None and not spec.url:
         raise FileError(f"the corpus {name} is not available; {install_hint(name)}")
+    parts = list(spec.split_names) if split == "all" else [split]
     if spec.load_split is not None and location == "package":
-        parts = spec.split_names if split == "all" else [split]
         return SplitRows([row for part in parts for row in spec.load_split(part)], "")
     assert spec.path_template is not None
     if spec.url and location != "folder":
@@ -220,19 +220,11 @@ def _load_named(
     else:
         assert folder is not None
         path = Path(folder) / spec.path_template
+    read = spec.read_file or (lambda file: read_aligned_pairs(*by_path.expand_aligned_path(file)))
     if "{split}" not in str(path):
-        assert spec.read_file is not None
-        return split_rows(list(spec.read_file(path)), split, str(path), holdout)
-    return SplitRows(list(_read_files(spec, path, split)), "")
-
-
-def _read_files(spec: CorpusSpec, path: Path, split: str) -> Iterator[Any]:
-    for part in spec.split_names if split == "all" else [split]:
-        file = Path(str(path).replace("{split}", spec.split_names[part]))
-        if spec.read_file is not None:
-            yield from spec.read_file(file)
-        else:
-            yield from read_aligned_pairs(*by_path.expand_aligned_path(file))
+        return split_rows(list(read(path)), split, str(path), holdout)
+    files = [Path(str(path).replace("{split}", spec.split_names[part])) for part in parts]
+    return SplitRows([row for file in files for row in read(file)], "")
 
 
 def _has_files(spec: CorpusSpec, path: Path, all_splits: bool = False) -> bool:
