@@ -188,10 +188,11 @@ def test_the_stages_of_a_model_compute_what_it_computes(name, stages):
         part.zero_grad()
         stage = Stage(part, plans, number, None)
         stage.objective = lambda run, inputs, labels: run(**inputs, tap=tap)
-        assert [t.shape for t in received] == [t.shape for t in stage.example_inputs(inputs, length)]
+        expected_input, expected_output = stage.examples(inputs, length)
+        assert [t.shape for t in received] == [t.shape for t in expected_input]
         seen.append(received := stage(*received, **{f"input_{key}": x for key, x in inputs.items()}, labels=labels))
         if number < stages - 1:
-            assert [t.shape for t in received] == [t.shape for t in stage.example_outputs(inputs, length)]
+            assert [t.shape for t in received] == [t.shape for t in expected_output]
     torch.testing.assert_close(received, expected)
     (received.square().sum() + sum(logits.sum() for logits in routers)).backward()
     for part in parts:

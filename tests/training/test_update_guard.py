@@ -18,7 +18,7 @@ from training_support import (
 from monoblock.errors import MonoblockError
 from monoblock.training import checkpoint
 from monoblock.training.events import FinishedEvent, SkippedUpdateEvent, StepEvent, WarningEvent
-from monoblock.training.guard import UpdateGuard
+from monoblock.training.trainer import UpdateGuard
 
 
 class ScaledLoss:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from monoblock.training.guard import Update, UpdateGuard, Updater
 from monoblock.training.optimizer import build_optimizers
+from monoblock.training.trainer import Update, UpdateGuard, Updater
 from monoblock.training.weight_averaging import ExponentialMovingAverage
 
 STEPS = 24

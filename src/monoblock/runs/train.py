@@ -65,14 +65,13 @@ from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.checkpoint import list_steps
 from monoblock.training.collate import TensorBatch
 from monoblock.training.events import DecisionEvent, MetricsWriter, TrainingEvent
-from monoblock.training.guard import UpdateGuard
 from monoblock.training.interrupt import stop_on_interrupt
 from monoblock.training.loss import AdversarialLoss, CrossEntropyLoss, FunctionLoss, Loss
 from monoblock.training.optimizer import Optimizers, build_optimizers
 from monoblock.training.resume_state import seed_generators
 from monoblock.training.runtime import RuntimeConfig, check_device, choose_runtime
 from monoblock.training.schedule import learning_rate
-from monoblock.training.trainer import Trainer, TrainingArguments
+from monoblock.training.trainer import Trainer, TrainingArguments, UpdateGuard
 
 RecipeLike = str | Path | Mapping[str, object] | Recipe
 OWN_DATA = "batches"  # data.corpus of a run that trains on the user's batches

@@ -20,9 +20,9 @@ from monoblock.kernels.cpu import library
 from monoblock.parallel.strategy import mesh_of
 from monoblock.training import checkpoint
 from monoblock.training.checkpoint import ADVICE
-from monoblock.training.guard import STATE_FIELDS
 from monoblock.training.optimizer import Optimizers
 
+GUARD_FIELDS = ("mean", "good", "bad_in_a_row", "good_in_a_row", "rollbacks")  # of the update guard
 MAX_COUNT = 2**63
 MT19937_WORDS = 624  # of the state of the generators of Python and NumPy
 RNG_NAME = re.compile(r"random(-\d{1,6})?", re.ASCII)
@@ -155,9 +155,8 @@ def load_state(
         states = groups.get("optimizer", {})
     else:
         states, parameters = {}, dict(model.named_parameters())
-        for name, stored in (
-            (name.removeprefix("optimizer/"), index[name]) for name in index if name[:10] == "optimizer/"
-        ):
+        for full_name in (name for name in index if name.startswith("optimizer/")):
+            name, stored = full_name.removeprefix("optimizer/"), index[full_name]
             owner = name.rsplit("/", 1)[0]
             if owner in parameters and tuple(parameters[owner].shape) == stored.shape:  # split like the weight
                 states[name] = torch.empty_like(parameters[owner].detach(), dtype=stored.dtype)
@@ -257,7 +256,7 @@ def check_metadata(metadata: Mapping[str, Any], scaler: Mapping[str, Any]) -> No
     if missing:
         raise FileError(f"the {checkpoint.METADATA_FILE} of the checkpoint has no valid {missing[0]!r}; {ADVICE}")
     counts = {"tokens": metadata.get("tokens"), "micro_batches": metadata.get("micro_batches")}
-    counts |= {f"guard.{name}": guard.get(name) for name in STATE_FIELDS if name != "mean"}
+    counts |= {f"guard.{name}": guard.get(name) for name in GUARD_FIELDS if name != "mean"}
     optional = {"last_good": metadata.get("last_good"), "best.step": best.get("step")}
     counts |= {name: value for name, value in optional.items() if value is not None}
     loss = 0.0 if best.get("loss") is None else best["loss"]
