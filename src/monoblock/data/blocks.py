@@ -67,18 +67,14 @@ class BlockDataset:
         if self.packing == "documents":
             return self._packed_sample(index)
         start = (self.epoch_offset(epoch, seed) + index * self.context) % len(self.tokens)
-        return {"ids": self._read_block(start)}
+        stop = start + self.context + 1
+        excess = max(stop - len(self.tokens), 0)
+        ids = self.tokens.read(start, stop - excess)
+        return {"ids": np.concatenate([ids, self.tokens.read(0, excess)]) if excess else ids}
 
     def epoch_offset(self, epoch: int, seed: int) -> int:
         """Return the index of the token at which the first block of an epoch begins, from 0 to context − 1."""
         return int(random_uint64(seed, epoch, 1, "offset")[0] % self.context)
-
-    def _read_block(self, start: int) -> NDArray[np.int64]:
-        stop = start + self.context + 1
-        excess = stop - len(self.tokens)
-        if excess <= 0:
-            return self.tokens.read(start, stop)
-        return np.concatenate([self.tokens.read(start, len(self.tokens)), self.tokens.read(0, excess)])
 
     def _packed_sample(self, index: int) -> dict[str, NDArray[np.int64]]:
         ids = np.zeros(self.context + 1, np.int64)

@@ -324,7 +324,10 @@ class SplitWriter:
         self.shards, self.num_bytes, self.unknown = list(state.shards), state.bytes, state.unknown
         self.tokens = sum(shard.count for shard in self.shards) + state.open_tokens
         self.num_offsets = state.offsets
-        self._remove_other_files()
+        kept = {shard.file for shard in self.shards} | {self._shard_path.name, self.offsets_path.name}
+        for path in folder.glob(f"{split}-*.bin"):
+            if path.name not in kept:  # written after the state was stored
+                path.unlink()
         for shard in self.shards:
             if _file_size(folder / shard.file) != shard.count * dtype.itemsize:
                 raise FileError(f"{folder / shard.file} is missing or has another size; delete {folder} and begin anew")
@@ -405,13 +408,6 @@ class SplitWriter:
         self._shard.close()
         name = self._shard_path.name
         self.shards.append(ShardFile(file=name, count=self._open_tokens, sha256=self._digest.hexdigest()))
-
-    def _remove_other_files(self) -> None:
-        """Remove the shards that were written after the state was stored."""
-        kept = {shard.file for shard in self.shards} | {self._shard_path.name, self.offsets_path.name}
-        for path in self.folder.glob(f"{self.split}-*.bin"):
-            if path.name not in kept:
-                path.unlink()
 
 
 def _open_at(path: Path, size: int, digest: Any = None) -> BinaryIO:

@@ -67,7 +67,9 @@ class TensorParts:
     def _select(self, name: str, weight: Tensor) -> Tensor:
         if name not in self._split:
             return weight
-        dim = _dimension(self._split[name])
+        (placement,) = self._split[name].placements
+        assert isinstance(placement, Shard)
+        dim = placement.dim
         return weight.narrow(dim, first_row(weight.shape[dim], self.mesh), self._split[name].to_local().shape[dim])
 
     def join(self, name: str, part: Tensor) -> Tensor:
@@ -77,9 +79,3 @@ class TensorParts:
         split = self._split[name]
         shape, stride = split.shape, split.stride()
         return DTensor.from_local(part, self.mesh, split.placements, run_check=False, shape=shape, stride=stride)
-
-
-def _dimension(weight: DTensor) -> int:
-    (placement,) = weight.placements
-    assert isinstance(placement, Shard)
-    return placement.dim

@@ -62,7 +62,14 @@ def launch(
     except ChildFailedError as problem:
         rank, failure = problem.get_first_failure()
         if failure.exitcode < 0:
-            raise MonoblockError(_describe_signal(rank, -failure.exitcode, folder)) from None
+            is_killed = -failure.exitcode == signal.SIGKILL
+            reason = " (the system sends it when memory runs out)" if is_killed else ""
+            line = f"process {rank} was ended by signal {-failure.exitcode}{reason}"
+            if folder is not None:
+                has_log = log_path(folder, rank).is_file()
+                line += f"; see {log_path(folder, rank)}, and" if has_log else ";"
+                line += " continue with --resume"
+            raise MonoblockError(line) from None
         return failure.exitcode
     except SignalException as problem:
         return 128 + int(problem.sigval)
@@ -75,13 +82,3 @@ def launch(
         reason = str(problem).strip().partition("\n")[0] or type(problem).__name__
         raise MonoblockError(f"the machines could not connect at --head {head}: {reason}") from None
     return 0
-
-
-def _describe_signal(rank: int, number: int, folder: Path | None) -> str:
-    """Describe the end of a process by a signal."""
-    reason = " (the system sends it when memory runs out)" if number == signal.SIGKILL else ""
-    line = f"process {rank} was ended by signal {number}{reason}"
-    if folder is None:
-        return line
-    log = "" if not log_path(folder, rank).is_file() else f"see {log_path(folder, rank)}, and "
-    return f"{line}; {log}continue with --resume"

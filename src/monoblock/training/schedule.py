@@ -9,21 +9,14 @@ from monoblock.errors import ConfigError, did_you_mean
 
 # A function from the progress after warm-up (0 to 1) to the learning rate, where 1 is the peak and 0 the floor.
 DecayCurve = Callable[[float], float]
-
-
-def _wsd(decay: float) -> DecayCurve:
-    """Return the warmup-stable-decay curve (Hu et al. 2024).
-
-    It stays at the peak and falls linearly in the last steps, which are the fraction `decay` of all.
-    """
-    return lambda progress: min(1.0, (1 - progress) / decay)
+WSD_DECAY = 0.2  # the fraction of the steps, the last ones, in which "wsd" falls linearly
 
 
 DECAY_CURVES: dict[str, DecayCurve] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-    "wsd": _wsd(0.2),
+    "wsd": lambda progress: min(1.0, (1 - progress) / WSD_DECAY),  # warmup, stable, decay (Hu et al. 2024)
 }
 
 

@@ -69,7 +69,8 @@ def _language_pairs(language: str) -> Iterator[tuple[str, str]]:
     for key, value in read_translations(language):
         romans, natives = key.split("-"), value.split("-")
         if len(key.split()) == len(value.split()) == 1 and len(romans) == len(natives):
-            for roman, native in zip(map(_normalize_roman, romans), map(_normalize_native, natives), strict=True):
+            natives = [normalize_indic(word).strip(ZERO_WIDTH_JOINERS) for word in natives]
+            for roman, native in zip(map(_normalize_roman, romans), natives, strict=True):
                 in_scripts = re.fullmatch("[a-z]{2,}", roman) and _is_in_script(script, native)
                 if in_scripts and _sounds_similar(roman, native):
                     yield roman, native
@@ -79,10 +80,6 @@ def _normalize_roman(word: str) -> str:
     """Convert a word to lower case without accents and apostrophes."""
     decomposed = unicodedata.normalize("NFKD", word.lower())
     return APOSTROPHES.sub("", "".join(character for character in decomposed if not unicodedata.combining(character)))
-
-
-def _normalize_native(word: str) -> str:
-    return normalize_indic(word).strip(ZERO_WIDTH_JOINERS)
 
 
 def _is_in_script(script: str, word: str) -> bool:

@@ -24,7 +24,12 @@ MAX_QUOTED_CHARACTERS = 40  # how much of an answer an error message quotes
 def read_questions(path: str | Path) -> Iterator[Question]:
     """Yield the questions of a SQuAD-style file in order."""
     empty = True
-    for location, paragraph in _iterate_paragraphs(path, _load_json(path)):
+    paragraphs = (
+        (f"data[{number}].paragraphs[{index}]", paragraph)
+        for number, article in enumerate(_list_field(path, "", _load_json(path), "data"))
+        for index, paragraph in enumerate(_list_field(path, f"data[{number}]", article, "paragraphs"))
+    )
+    for location, paragraph in paragraphs:
         context = _string_field(path, location, paragraph, "context")
         for number, question in enumerate(_list_field(path, location, paragraph, "qas")):
             empty = False
@@ -45,13 +50,6 @@ def _load_json(path: str | Path) -> Any:
         raise FileError(f"{path}, line {problem.lineno}: not JSON ({problem.msg}); give a SQuAD-style file") from None
     except (ValueError, RecursionError) as problem:
         raise FileError(f"{path}: not JSON ({str(problem)[:80]}); give a SQuAD-style file") from None
-
-
-def _iterate_paragraphs(path: str | Path, data: Any) -> Iterator[tuple[str, Any]]:
-    for number, article in enumerate(_list_field(path, "", data, "data")):
-        location = f"data[{number}]"
-        for index, paragraph in enumerate(_list_field(path, location, article, "paragraphs")):
-            yield f"{location}.paragraphs[{index}]", paragraph
 
 
 def _parse_question(path: str | Path, location: str, question_object: Any, context: str) -> Question:

@@ -319,7 +319,8 @@ def read_conll(path: str | Path) -> Iterator[TaggedSentence]:
     empty, columns, document = True, 0, 0
     for number, line in numbered_lines(path):
         cells = line.split()
-        if number == 1 and _is_header(cells):
+        names = [cell.casefold() for cell in cells]
+        if number == 1 and len(names) > 1 and names[0] in WORD_COLUMN_NAMES and names[-1] in LABEL_COLUMN_NAMES:
             continue
         if cells and cells[0] != "-DOCSTART-":
             columns = columns or len(cells)
@@ -336,11 +337,6 @@ def read_conll(path: str | Path) -> Iterator[TaggedSentence]:
         yield TaggedSentence(tuple(words), tuple(labels), document)
     elif empty:
         raise empty_file_error(path)
-
-
-def _is_header(cells: list[str]) -> bool:
-    names = [cell.casefold() for cell in cells]
-    return len(names) > 1 and names[0] in WORD_COLUMN_NAMES and names[-1] in LABEL_COLUMN_NAMES
 
 
 # -- names of languages in the header of a table -----------------------------------------------------------------------

@@ -132,16 +132,15 @@ def read_chats(path: str | Path) -> Iterator[Chat]:
                 f'{path}, line {number}: no conversation, because "messages" is missing, empty or not a list; '
                 f'write {{"messages": [{{"role": "user", "content": "…"}}, …]}}'
             )
-        chat = Chat(tuple(_parse_message(path, number, message) for message in messages))
+        for message in messages:
+            values = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+            if not all(isinstance(value, str) for value in values):
+                raise FileError(
+                    f'{path}, line {number}: a message must be {{"role": "user", "content": "…"}} with two strings'
+                )
+        chat = Chat(tuple(Message(message["role"], message["content"]) for message in messages))
         if not any(message.role == ASSISTANT_ROLE for message in chat.messages):
             raise FileError(
                 f"{path}, line {number}: no message has the role {ASSISTANT_ROLE!r}, so nothing can be learned; add one"
             )
         yield chat
-
-
-def _parse_message(path: str | Path, number: int, message: Any) -> Message:
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise FileError(f'{path}, line {number}: a message must be {{"role": "user", "content": "…"}} with two strings')
-    return Message(role, content)
