@@ -145,7 +145,8 @@ def _option_values(option: click.Option, context: click.Context) -> str:
         case click.Path():
             return "path"
         case _:
-            return {"integer": "integer", "float": "number"}.get(option.type.name, "text")
+            names = {"integer": "integer", "float": "number", "float range": "number", "number": "number"}
+            return names.get(option.type.name, "text")
 
 
 # -- docs/recipes.md ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import monoblock as mb
 from monoblock.config.presets import PRESETS
-from monoblock.inspection.edits import layout_of
+from monoblock.inspection.edits import Layout
 from monoblock.inspection.trace import TraceTap, attach_tap, mean_activations
 
 IDS = torch.randint(1, 61, (3, 13), generator=torch.Generator().manual_seed(5))
@@ -295,7 +295,7 @@ def test_every_activation_declares_its_axes(name):
     inputs = inputs_of(model.config)
     if inputs is None:
         pytest.skip("audio")
-    seen, layout = mb.trace(model, *inputs), layout_of(model)
+    seen, layout = mb.trace(model, *inputs), Layout(model)
     blocks = [block for stack in model.config.stacks.values() for block in stack.layers()]
     attentions = [one for block in blocks for one in (block.attention, block.cross) if one is not None]
     sizes = {"B": {3}, "H": {one.heads for one in attentions}, "G": {one.num_kv_heads for one in attentions}}

@@ -6,9 +6,10 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from monoblock.cli.machine import usable_cores
 from monoblock.cli.output import ProgressBar, echo, format_bytes, format_count, print_table, report
@@ -31,7 +32,7 @@ VISIBLE_WHITESPACE = {"\n": "↵\n", "\t": "→\t"}
 class PrepareData:
     """Encode TEXT in parallel and write token shards to the folder --out, to train with data.corpus=FOLDER. TEXT are
     .txt and .jsonl files ({"text": "…"} on each line), also with .gz or .zst, folders of them, or - for standard input.
-    If it is interrupted, run the same command again: it goes on, and writes the same bytes.
+    If it is interrupted, run the same command again: it continues, and writes the same bytes.
     """
 
     text: tuple[str, ...] = argument()
@@ -42,7 +43,7 @@ class PrepareData:
     )
     vocab: int | None = option("Size of a new vocabulary.  [default: 8192]", least=1)
     documents: Literal["file", "line"] = option(
-        "What a document of a .txt file is; the end token follows each document.", "file"
+        "What counts as a document in a .txt file; the end token follows each document.", "file"
     )
     validation: float = option(
         "Share of the documents, or of pieces of a running text, to hold out for validation.",
@@ -70,7 +71,7 @@ class PrepareData:
         def show_start(total: int | None, done: int) -> None:
             bar.total, bar.done, bar.first, bar.start_time = total, done, done, time.monotonic()
             if done:
-                echo(f"{self.out} is not complete; going on after {format_bytes(done)}", err=True)
+                echo(f"{self.out} is not complete; continuing after {format_bytes(done)}", err=True)
 
         with bar:
             result = prepare_tokens(
@@ -237,29 +238,23 @@ class ShowTokenizer:
 def read_blocks(names: tuple[str, ...]) -> Iterator[str]:
     """Yield the text of files in blocks of whole lines; the name `-` means standard input."""
     for name in names:
+        is_file = name != "-"
         try:
-            if name == "-":
-                yield from _split_blocks(standard_input(), "standard input")
-            else:
-                with open_regular(name) as file:
-                    yield from _split_blocks(file, name)
+            with open_regular(name) if is_file else nullcontext(standard_input()) as file:
+                lines: list[bytes] = []
+                size = 0
+                for line in bounded_lines(file, name if is_file else "standard input"):
+                    lines.append(line)
+                    size += len(line)
+                    if size >= BLOCK_SIZE:
+                        yield b"".join(lines).decode()
+                        lines, size = [], 0
+                if lines:
+                    yield b"".join(lines).decode()
         except UnicodeDecodeError as problem:
             raise FileError(f"{name} is not UTF-8 text (see byte {problem.start}); convert it to UTF-8 first") from None
         except OSError as problem:
             raise FileError(f"{name} cannot be read: {problem.strerror or problem}") from None
-
-
-def _split_blocks(file: BinaryIO, name: str) -> Iterator[str]:
-    lines: list[bytes] = []
-    size = 0
-    for line in bounded_lines(file, name):
-        lines.append(line)
-        size += len(line)
-        if size >= BLOCK_SIZE:
-            yield b"".join(lines).decode()
-            lines, size = [], 0
-    if lines:
-        yield b"".join(lines).decode()
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -36,7 +36,7 @@ COMPILERS = ("c++", "g++", "clang++")  # torch.compile needs one of them on a CP
 class Bench:
     """Measure the tokens per second and the memory of WHAT: a model folder, or a preset, which gets random weights
     (default: gpt2). Other installed libraries that can run the same weights are measured for comparison. --all measures
-    training, prefill, decoding, translation and start-up with fixed shapes, beside what the hardware can do at most.
+    training, prefill, decoding, translation and start-up with fixed shapes, beside the most that the hardware can do.
     """
 
     what: str | None = argument(None)

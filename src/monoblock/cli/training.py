@@ -62,7 +62,7 @@ class Train:
         "Number of processes on this machine; train.parallel says how they share the model.", 1, least=1
     )
     nnodes: int = option("Number of machines that run this command, each with --nproc processes.", 1, least=1)
-    head: str = option("With --nnodes: one of the machines, and a free port of it.", "", metavar="HOST:PORT")
+    head: str = option("With --nnodes: one of the machines, and a free port on it.", "", metavar="HOST:PORT")
     max_restarts: int = option(
         "With --nproc: how often a run that fails starts again, from its newest checkpoint.", 0, least=0
     )

@@ -96,10 +96,19 @@ class Activation:
 
 
 class Layout:
-    """The layout of a model of which nothing is known but the arguments of its passes."""
+    """Which axis of an activation holds what, and where padding is.
+
+    Of a model that is not monoblock's, only the axes of what `tap_modules` adds to its modules are known.
+    """
 
     def __init__(self, model: nn.Module | None = None) -> None:
+        config = getattr(model, "config", None)
+        self.is_ours = model is None or isinstance(config, AnyConfig)
+        self.is_pair = isinstance(config, AnyConfig) and config.family == "encoder-decoder"
         self.signature = inspect.signature(model.forward if model is not None else Transformer.forward)
+        has_tap = "tap" in self.signature.parameters
+        is_hooked = model is not None and not has_tap
+        self.modules = {name for name, _ in model.named_modules()} if is_hooked else set()
         self.arguments: dict[str, Any] = {}
 
     def read_arguments(self, arguments: Any, options: dict[str, Any]) -> None:
@@ -111,73 +120,46 @@ class Layout:
         self.arguments = {**bound, **bound.get("kwargs", {})}
 
     def axes(self, name: str, tensor: Tensor) -> str | None:
-        return None
-
-    def valid(self, activation: Activation) -> Tensor | None:
-        """Return where the tokens of an activation are not padding (rows, positions), or None if there is none."""
-        if activation.axes is None or not {"B"} < set(activation.axes) & set("BTS"):
-            return None
-        rows, count = (activation.tensor.shape[activation.axis(word)] for word in ("rows", "positions"))
-        masks = [mask for mask in self._masks() if mask.shape == (rows, count) and not mask.all()]
-        if any(not mask.equal(masks[0]) for mask in masks[1:]):
-            raise InputError(f"it is not known which of two masks is that of {activation}; give means=…, or no mask")
-        return masks[0] if masks else None
-
-    def _masks(self) -> list[Tensor]:
-        tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
-        padding = [value == 0 for name, value in tensors.items() if name.endswith("key_padding_mask")]  # of PyTorch
-        return padding + [value != 0 for name, value in tensors.items() if name.endswith("attention_mask")]
-
-
-class HookedLayout(Layout):
-    """The layout of a model that is traced by hooks: the axes of what `module_taps` adds to its modules."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.modules = {name for name, _ in model.named_modules()}
-
-    def axes(self, name: str, tensor: Tensor) -> str | None:
-        return None if name in self.modules else {"weights": "BHTS", "heads": "BHTK"}.get(name.rpartition(".")[2])
-
-
-class OwnLayout(Layout):
-    """The layout of a model of this package."""
-
-    def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__(model)
-        config = getattr(model, "config", None)
-        self.is_pair = isinstance(config, AnyConfig) and config.family == "encoder-decoder"
-
-    def axes(self, name: str, tensor: Tensor) -> str | None:
+        if not self.is_ours:
+            is_added = self.modules and name not in self.modules
+            return {"weights": "BHTS", "heads": "BHTK"}.get(name.rpartition(".")[2]) if is_added else None
         for pattern, axes in DECLARED_AXES.items():
             if re.fullmatch(pattern, name):
                 return axes if tensor.dim() == len(axes) else axes.replace("T", "", 1)
         return None
 
     def valid(self, activation: Activation) -> Tensor | None:
+        """Return where the tokens of an activation are not padding (rows, positions), or None if there is none."""
+        axes = set(activation.axes or "")
+        if not self.is_ours:
+            if not {"B"} < axes & set("BTS"):
+                return None
+            shape = tuple(activation.tensor.shape[activation.axis(word)] for word in ("rows", "positions"))
+            masks = [mask for mask in self._masks() if mask.shape == shape and not mask.all()]
+            if any(not mask.equal(masks[0]) for mask in masks[1:]):
+                raise InputError(
+                    f"it is not known which of two masks is that of {activation}; give means=…, or no mask"
+                )
+            return masks[0] if masks else None
         names = ["attention_mask", "target"]
         if self.is_pair:
-            names = (
-                ["source_mask", "attention_mask"] if SOURCE_ACTIVATIONS.fullmatch(activation.name) else ["target_mask"]
-            )
+            is_source = SOURCE_ACTIVATIONS.fullmatch(activation.name)
+            names = ["source_mask", "attention_mask"] if is_source else ["target_mask"]
         masks = [self.arguments[name] != 0 for name in names if self.arguments.get(name) is not None]
-        axes = activation.axes or ""
-        if not masks or masks[0].all() or not set(axes) & set("NTS"):
+        if not masks or masks[0].all() or not axes & set("NTS"):
             return None
         if "N" in axes:
             return masks[0].flatten()
         shape = tuple(activation.tensor.shape[activation.axis(word)] for word in ("rows", "positions"))
         if masks[0].shape != shape:
-            raise InputError(
-                f"the mask {tuple(masks[0].shape)} does not say what is padding in {activation}; give means=…"
-            )
+            given = f"the mask {tuple(masks[0].shape)} does not say what is padding in {activation}"
+            raise InputError(f"{given}; give means=…")
         return masks[0]
 
-
-def layout_of(model: nn.Module) -> Layout:
-    if isinstance(getattr(model, "config", None), AnyConfig):
-        return OwnLayout(model)
-    return Layout(model) if "tap" in inspect.signature(model.forward).parameters else HookedLayout(model)
+    def _masks(self) -> list[Tensor]:
+        tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+        padding = [value == 0 for name, value in tensors.items() if name.endswith("key_padding_mask")]  # of PyTorch
+        return padding + [value != 0 for name, value in tensors.items() if name.endswith("attention_mask")]
 
 
 AblationMethod = Literal["zero", "mean", "resample"]
@@ -220,7 +202,7 @@ class Edit:
 
         `positions` are those of the whole text, so they are counted from 0.
         """
-        layout = OwnLayout()
+        layout = Layout()
         axes, positions = layout.axes(name, tensor), self.positions
         if positions is not None and axes is not None and "T" in axes:
             if any(index < 0 for index in positions):

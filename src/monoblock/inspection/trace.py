@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.errors import InputError, did_you_mean
-from monoblock.inspection.edits import Activation, Edit, Layout, OwnLayout, layout_of, match_names
+from monoblock.inspection.edits import Activation, Edit, Layout, match_names
 from monoblock.nn.arguments import check_model
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 
@@ -39,7 +39,7 @@ class TraceTap:
         self.activations: dict[str, Tensor] = {}
         self.names: dict[str, None] = {}  # of all activations, in order
         self.used: set[int] = set()  # the indices of edits that matched an activation
-        self.layout: Layout = OwnLayout()  # `attach_tap` replaces it by that of the model
+        self.layout = Layout()  # `attach_tap` replaces it by that of the model
 
     def wants(self, name: str) -> bool:
         return self.reader.matches(name) or self._is_edited(name)
@@ -119,7 +119,8 @@ def trace(
 def attach_tap(model: nn.Module, tap: Tap) -> Iterator[None]:
     """Call a tap at the named activations of every pass of a model inside the `with` block."""
     check_not_compiled(model)
-    layout, argument = layout_of(model), {"tap": tap} if takes_tap(model) else {}
+    layout = Layout(model)
+    argument = {"tap": tap} if "tap" in layout.signature.parameters else {}  # else hooks call it
     if isinstance(tap, TraceTap):
         tap.layout = layout
 
@@ -133,11 +134,6 @@ def attach_tap(model: nn.Module, tap: Tap) -> Iterator[None]:
             yield
     finally:
         handle.remove()
-
-
-def takes_tap(model: nn.Module) -> bool:
-    """Return whether the activations of a model have names of their own: whether its `forward` takes a tap."""
-    return "tap" in inspect.signature(model.forward).parameters
 
 
 def check_not_compiled(model: nn.Module) -> None:
