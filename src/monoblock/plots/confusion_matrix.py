@@ -46,10 +46,24 @@ def save_confusion_matrix(
     left, right = figure.subfigures(1, 2)
     _draw_matrix(left.subplots(), counts, labels)
     right.suptitle("worst mistakes: true → predicted", fontsize=9)
+    captions = [f"{one.label} → {one.prediction} {one.probability:.0%}" for one in mistakes]
     if mistakes and mistakes[0].pixels is not None:
-        _draw_images(right, mistakes)
+        axes = list(right.subplots(-(-len(mistakes) // IMAGES_PER_ROW), IMAGES_PER_ROW, squeeze=False).flat)
+        for axis in axes:
+            axis.axis("off")
+        for axis, mistake, caption in zip(axes, mistakes, captions, strict=False):
+            pixels = np.clip(np.moveaxis(np.asarray(mistake.pixels), 0, -1), 0, 1)
+            axis.imshow(pixels if pixels.shape[-1] == 3 else pixels[..., 0], cmap="gray", vmin=0, vmax=1)
+            axis.set_title(caption, fontsize=8)
     else:
-        _draw_texts(right.subplots(), mistakes)
+        texts = [one.text.replace("$", " ") for one in mistakes]  # matplotlib reads $ as mathematics
+        lines = [
+            f"{caption}\n   {shorten(text, 90, placeholder=' …')}"
+            for caption, text in zip(captions, texts, strict=True)
+        ]
+        axis = right.subplots()
+        axis.axis("off")
+        axis.text(0, 1, "\n".join(lines) or "none", va="top", fontsize=7, transform=axis.transAxes)
     return save_figure(figure, path)
 
 
@@ -65,27 +79,3 @@ def _draw_matrix(axis: Any, counts: NDArray[np.int64], labels: Sequence[str]) ->
     for row, column in np.argwhere(counts):
         color = "white" if shares[row, column] > 0.5 else "black"
         axis.text(column, row, int(counts[row, column]), ha="center", va="center", fontsize=6, color=color)
-
-
-def _draw_images(figure: Any, mistakes: Sequence[Mistake]) -> None:
-    rows = -(-len(mistakes) // IMAGES_PER_ROW)
-    axes = list(figure.subplots(rows, IMAGES_PER_ROW, squeeze=False).flat)
-    for axis in axes:
-        axis.axis("off")
-    for axis, mistake in zip(axes, mistakes, strict=False):
-        pixels = np.clip(np.moveaxis(np.asarray(mistake.pixels), 0, -1), 0, 1)
-        axis.imshow(pixels if pixels.shape[-1] == 3 else pixels[..., 0], cmap="gray", vmin=0, vmax=1)
-        axis.set_title(_caption(mistake), fontsize=8)
-
-
-def _draw_texts(axis: Any, mistakes: Sequence[Mistake]) -> None:
-    axis.axis("off")
-    lines = []
-    for mistake in mistakes:
-        text = shorten(mistake.text.replace("$", " "), 90, placeholder=" …")  # matplotlib reads $ as mathematics
-        lines.append(f"{_caption(mistake)}\n   {text}")
-    axis.text(0, 1, "\n".join(lines) or "none", va="top", fontsize=7, transform=axis.transAxes)
-
-
-def _caption(mistake: Mistake) -> str:
-    return f"{mistake.label} → {mistake.prediction} {mistake.probability:.0%}"

@@ -42,8 +42,15 @@ def draw_curves(
         axis.plot(range(start, start + len(values)), values, label=drawable(name), markersize=4, **style)
     if level is not None:
         axis.axhline(level[1], color="#777777", linewidth=1, label=level[0])
-    if logarithmic:
-        _set_logarithmic(axis)
+    if logarithmic:  # with plain numbers: 1, 2, 5, 10, …, or powers of ten over a wide range
+        from matplotlib.ticker import LogLocator, NullFormatter
+
+        axis.set_yscale("log")
+        low, high = axis.get_ylim()
+        if high / low < MAX_PLAIN_RANGE:
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.yaxis.set_minor_formatter(NullFormatter())
     step = max(1, len(x) // 24)
     turned = {"rotation": 90} if max(len(str(name)) for name in x) * len(x[::step]) > 70 else {}
     axis.set_xticks(range(0, len(x), step), [str(name) for name in x[::step]], fontsize=8, **turned)
@@ -52,18 +59,6 @@ def draw_curves(
     axis.grid(color="#e4e4e4")
     axis.legend(fontsize=8, loc="best", framealpha=0.9)
     return figure
-
-
-def _set_logarithmic(axis: Any) -> None:
-    """Make the y axis logarithmic, with plain numbers: 1, 2, 5, 10, …, or powers of ten over a wide range."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axis.set_yscale("log")
-    low, high = axis.get_ylim()
-    if high / low < MAX_PLAIN_RANGE:
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def draw_lens(
@@ -105,6 +100,7 @@ def draw_head_statistics(rows: Sequence[Mapping[str, Any]]) -> Any:
     rows: `HeadStatistics.to_json()` of each head.
     """
     layers = list(dict.fromkeys(row["layer"] for row in rows))
+    names = [name.split(".")[1] if name.count(".") > 1 else name for name in layers]  # decoder.3.attention is 3
     heads = max(row["head"] for row in rows) + 1
     panels = (
         ("entropy / its maximum", lambda row: row["entropy"] / max(row["max_entropy"], 1e-9)),
@@ -128,13 +124,8 @@ def draw_head_statistics(rows: Sequence[Mapping[str, Any]]) -> Any:
         axis.set(xlabel="head", ylabel="layer")
         steps = [max(1, size // 12) for size in (heads, len(layers))]
         axis.set_xticks(range(0, heads, steps[0]), range(0, heads, steps[0]), fontsize=8)
-        axis.set_yticks(range(0, len(layers), steps[1]), [_short(name) for name in layers[:: steps[1]]], fontsize=8)
+        axis.set_yticks(range(0, len(layers), steps[1]), names[:: steps[1]], fontsize=8)
     return figure
-
-
-def _short(layer: str) -> str:
-    """Return the number of a layer, with the stack if it is not the only one: decoder.3.attention is 3."""
-    return layer.split(".")[1] if layer.count(".") > 1 else layer
 
 
 def draw_bars(title: str, x_label: str, values: Mapping[str, float], *, unit: str = "", shares: bool = True) -> Any:
@@ -156,6 +147,5 @@ def draw_bars(title: str, x_label: str, values: Mapping[str, float], *, unit: st
     axis.set_xlim(0, 1.45 * max(values.values(), default=1))
     axis.set_xlabel(x_label)
     axis.set_title(title, fontsize=11)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    axis.spines[["top", "right"]].set_visible(False)
     return figure

@@ -69,32 +69,24 @@ def save_page(path: Path, title: str, subtitle: str, sections: Sequence[Section]
 def _viewer_data(maps: Sequence[AttentionMap]) -> list[dict[str, Any]]:
     if sum(one.weights.size for one in maps) > MAX_VIEWER_BYTES:
         return []
-    return [
-        {
-            "name": one.name,
-            "heads": one.weights.shape[0],
-            "queries": list(one.queries),
-            "keys": list(one.keys),
-            "weights": base64.b64encode(_to_bytes(one.weights)).decode(),
-        }
-        for one in maps
-    ]
-
-
-def _to_bytes(weights: NDArray[np.floating[Any]]) -> bytes:
-    """Return a byte for each weight: 1 to 255 for the square root of it, and 0 for a key that no head may attend to.
-
-    The root keeps the small weights of long texts apart.
-    """
-    visible = (weights > 0).any(0)
-    return np.where(visible, 1 + np.rint(np.sqrt(weights) * 254), 0).astype(np.uint8).tobytes()
+    rows = []
+    for one in maps:
+        # A byte for each weight: 1 to 255 for its square root, which keeps the small weights of long texts apart, and 0
+        # for a key that no head may attend to.
+        visible = (one.weights > 0).any(0)
+        data = np.where(visible, 1 + np.rint(np.sqrt(one.weights) * 254), 0).astype(np.uint8).tobytes()
+        row = {"name": one.name, "heads": one.weights.shape[0], "queries": list(one.queries), "keys": list(one.keys)}
+        rows.append(row | {"weights": base64.b64encode(data).decode()})
+    return rows
 
 
 def _section_html(section: Section) -> str:
     parts = [f'<section id="{_anchor(section.title)}"><h2>{html.escape(section.title)}</h2>']
     parts += [f"<p>{html.escape(paragraph)}</p>" for paragraph in section.text.split("\n\n") if paragraph]
     for columns, rows in section.tables:
-        parts.append(_table_html(columns, rows))
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+        body = "".join(f"<tr>{''.join(map(_cell_html, row))}</tr>" for row in rows)
+        parts.append(f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
     for figure, description in section.figures:
         data = base64.b64encode(figure_png(figure)).decode()
         width = round(CSS_DPI * float(figure.get_figwidth()))
@@ -102,12 +94,6 @@ def _section_html(section: Section) -> str:
         alt = html.escape(description, quote=True)
         parts.append(f'<div class="picture"><img src="data:image/png;base64,{data}" {size} alt="{alt}"></div>')
     return "\n".join([*parts, "</section>"])
-
-
-def _table_html(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    body = "".join(f"<tr>{''.join(map(_cell_html, row))}</tr>" for row in rows)
-    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _cell_html(value: object) -> str:

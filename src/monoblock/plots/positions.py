@@ -30,7 +30,8 @@ def draw_vectors(vectors: Tensor, title: str, *, bar_position: int | None = None
     image = heat.imshow(vectors.numpy(), aspect="auto", cmap=SIGNED_COLORS, vmin=-limit, vmax=limit)
     figure.colorbar(image, ax=heat, label="value", extend="both")
     heat.set(title="the vector of each position", xlabel="dimension", ylabel="position")
-    similarity = _similarities(vectors)
+    unit = torch.nn.functional.normalize(vectors.float(), dim=-1)
+    similarity = unit @ unit.mT
     first.plot(similarity[0].numpy(), color=COLORS[0])
     first.set(title="similarity to position 0", xlabel="distance", ylabel="cosine")
     offsets, means, deviations = (values.numpy() for values in mean_by_offset(similarity))
@@ -48,11 +49,6 @@ def draw_vectors(vectors: Tensor, title: str, *, bar_position: int | None = None
     return figure
 
 
-def _similarities(vectors: Tensor) -> Tensor:
-    unit = torch.nn.functional.normalize(vectors.float(), dim=-1)
-    return unit @ unit.mT
-
-
 def mean_by_offset(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the offsets from -T + 1 to T - 1, and the mean and the deviation of each diagonal of a matrix (T, T)."""
     T = matrix.shape[0]
@@ -67,33 +63,27 @@ def draw_hands(frequencies: Tensor, title: str, *, length: int) -> Any:
 
     frequencies: (pairs,) the angle per position in radians.
     """
+    from matplotlib.patches import Circle
+
     count = min(MAX_HANDS, len(frequencies))
     pairs = torch.linspace(0, len(frequencies) - 1, count).round().long().tolist()
-    positions = list(range(min(2, length))) + [2**n for n in range(1, 12) if 2**n < length]
-    positions = positions[:8]
+    positions = [*range(min(2, length)), *(2**n for n in range(1, 12) if 2**n < length)][:8]
     figure = create_figure((1.15 * len(positions) + 2.2, 1.15 * count + 0.9))
     figure.suptitle(title, fontsize=11)
     axes = figure.subplots(count, len(positions), squeeze=False)
     for row, pair in enumerate(pairs):
         for column, position in enumerate(positions):
-            _draw_hand(axes[row][column], float(frequencies[pair]) * position)
+            axis, end = axes[row][column], torch.tensor(float(frequencies[pair]) * position)
+            axis.add_patch(Circle((0, 0), 1, fill=False, edgecolor="#999999"))
+            axis.plot([0, float(end.cos())], [0, float(end.sin())], color=COLORS[1], linewidth=2)
+            axis.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal", xticks=[], yticks=[])
+            axis.spines[:].set_visible(False)
             if row == 0:
-                axes[row][column].set_title(f"position {position}", fontsize=8)
+                axis.set_title(f"position {position}", fontsize=8)
         period = 2 * math.pi / float(frequencies[pair])
         label = f"pair {pair}: turns once\nin {period:,.{1 if period < 100 else 0}f} positions"
         axes[row][0].set_ylabel(label, fontsize=8, rotation=0, ha="right", va="center")
     return figure
-
-
-def _draw_hand(axis: Any, angle: float) -> None:
-    from matplotlib.patches import Circle
-
-    axis.add_patch(Circle((0, 0), 1, fill=False, edgecolor="#999999"))
-    end = torch.tensor(angle)
-    axis.plot([0, float(end.cos())], [0, float(end.sin())], color=COLORS[1], linewidth=2)
-    axis.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal", xticks=[], yticks=[])
-    for spine in axis.spines.values():
-        spine.set_visible(False)
 
 
 def draw_bias(bias: Tensor, offsets: Sequence[int], title: str) -> Any:
