@@ -107,8 +107,8 @@ class Layout:
         self.is_pair = isinstance(config, AnyConfig) and config.family == "encoder-decoder"
         self.signature = inspect.signature(model.forward if model is not None else Transformer.forward)
         has_tap = "tap" in self.signature.parameters
-        is_hooked = model is not None and not has_tap
-        self.modules = {name for name, _ in model.named_modules()} if is_hooked else set()
+        modules = [] if model is None or has_tap else model.named_modules()
+        self.modules = {name for name, _ in modules}  # of a model that is traced by hooks
         self.arguments: dict[str, Any] = {}
 
     def read_arguments(self, arguments: Any, options: dict[str, Any]) -> None:
