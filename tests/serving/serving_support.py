@@ -13,7 +13,6 @@ from monoblock.serving.app import create_app
 from monoblock.serving.batch import post
 from monoblock.serving.process import DrainingServer, configure
 from monoblock.serving.served_model import ServedModel
-from monoblock.tasks.loaded_model import LoadedModel
 
 KEY = "a-key-for-the-tests"
 TEXTS = ['In the beginning God created the heaven and the earth. yes no true {}[]",:0123456789'] * 20
@@ -26,7 +25,7 @@ def tiny_pipeline(*, chat=True, context=96):
     tokenizer.chat_template = TEMPLATE if chat else None
     torch.manual_seed(0)
     config = mb.gpt(vocab=tokenizer.vocab_size, width=28, depth=2, heads=2, context=context)
-    return Pipeline(LoadedModel(mb.Transformer(config).eval(), tokenizer))
+    return Pipeline(mb.Transformer(config).eval(), tokenizer)
 
 
 def tiny_app(**options):

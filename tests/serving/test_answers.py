@@ -210,12 +210,12 @@ def test_a_translation_has_hypotheses_and_alignments():
     torch.manual_seed(0)
     import monoblock as mb
     from monoblock.runs.pipeline import Pipeline
-    from monoblock.tasks.loaded_model import GenerationDefaults, LoadedModel
+    from monoblock.tasks.loaded_model import GenerationDefaults
 
     tokenizer = mb.Tokenizer.train("word", ["we see the red house and the old tree"], vocab_size=23, specials="seq2seq")
     model = mb.Transformer(mb.vaswani(vocab=tokenizer.vocab_size, width=28, depth=2, heads=2, context=40)).eval()
     defaults = GenerationDefaults({"max_new_tokens": 6, "num_beams": 3}, decoder_start_token_id=tokenizer.bos_id)
-    pipe = Pipeline(LoadedModel(model, tokenizer, defaults))
+    pipe = Pipeline(model, tokenizer, defaults)
     gate = create_app([ServedModel("tiny", pipe)], [KEY])
     body = {"input": ["the red house", "the old tree"], "n_best": 2, "alignments": True}
     ((status, answer), (wrong, error)) = ask(gate, ("/v1/translate", body), ("/v1/chat/completions", {"messages": []}))

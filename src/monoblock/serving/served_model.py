@@ -75,7 +75,7 @@ class ServedModel:
         if not isinstance(model, Transformer):
             raise InputError(f"{name} is an LSTM, which is not served; give a Transformer")
         self.model = model
-        self.decodes = not pipe.loaded.prediction_method and model.decoder is not None
+        self.decodes = not pipe.prediction_method and model.decoder is not None
         engine: Any = _NoEngine()
         if self.decodes:
             capacity = model.config.context or 4096
@@ -94,7 +94,7 @@ class ServedModel:
     @property
     def abilities(self) -> list[str]:
         """What may be asked of the model: the last words of the routes that take it."""
-        method = self.pipe.loaded.prediction_method
+        method = self.pipe.prediction_method
         if method:
             return {"classify": ["classify"], "embed": ["embeddings"], "fill": ["fill", "embeddings"]}.get(method, [])
         if self.pipe.model.encoder is not None:
@@ -137,12 +137,12 @@ class ServedModel:
 
     def encode_source(self, text: str, to: str | None) -> Prompt:
         """Return the source of a translation; `to` is the script of the target, for a model that writes several."""
-        tag = script_tag_for(self.pipe.loaded, text, to)
+        tag = script_tag_for(self.pipe, text, to)
         return self.pipe.encode_prompt(f"{tag} {text}".strip())
 
     def align(self, source: str, target: str, to: str | None) -> list[tuple[int, int]]:
         """Return which word of a source each word of its translation stands for."""
-        return align(self.pipe.loaded, source, target, to)
+        return align(self.pipe, source, target, to)
 
     @property
     def text_tokenizer(self) -> Tokenizer:
