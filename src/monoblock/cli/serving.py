@@ -94,6 +94,7 @@ class Serve:
             echo(f"{model.name}: {routes}", err=True)
         if self.api_key_file is None:
             echo(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={keys[0]}", err=True)
+            echo(f"Chat in a browser: {address}/#key={keys[0]}", err=True)
         echo(f"Serving on {address} (Ctrl-C ends it)", err=True)
         sys.stderr.flush()
         log_to_stderr()
