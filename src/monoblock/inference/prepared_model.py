@@ -16,12 +16,15 @@ from monoblock.inference.exact import reason_not_exact
 from monoblock.inference.fast_modules import build_fast_model
 from monoblock.inference.pages import Pages
 from monoblock.inference.runners.cuda import CudaRunner, DevicePages, supports_cuda_graph
-from monoblock.inference.runners.plain import ModelRunner
+from monoblock.inference.runners.plain import ModelRunner, make_cache
 from monoblock.inference.settings import DRAFT_BITS
 from monoblock.inference.supported_models import reason_not_to_optimize
 from monoblock.nn.arguments import check_model
+from monoblock.nn.paged_cache import PagedCache
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import quantize
+
+MAX_IDLE_BYTES = 256 << 20  # of keys and values that an optimized model keeps in main memory between two calls
 
 
 class PreparedModel:
@@ -42,7 +45,7 @@ class PreparedModel:
         self.plain, self.exact = model, exact
         self.model = build_fast_model(model, exact=exact)
         self._drafts: dict[str, PreparedModel] = {}
-        self._idle_pages: list[DevicePages] = []  # of the engine that ended last
+        self._idle_pages: list[DevicePages | PagedCache] = []  # of the engine that ended last
         self._lock = threading.RLock()
 
     @property
@@ -80,19 +83,25 @@ class PreparedModel:
     def make_runner(
         self, pages: Pages, sources: Pages, adapters: Mapping[str, Transformer] | None = None
     ) -> ModelRunner:
-        """Return what runs the fast copy, on a GPU with the recordings of the engine that ended last."""
+        """Return what runs the fast copy, in the memory of the engine that ended last."""
         options: dict[str, Any] = {"plain": self.plain, "adapters": adapters, "exact": self.exact}
-        if not supports_cuda_graph(self.model):
-            return ModelRunner(self.model, pages, sources, **options)
+        is_recorded = supports_cuda_graph(self.model)
         with self._lock:
-            memory = self._idle_pages.pop() if self._idle_pages else DevicePages(self.model)
-        runner = CudaRunner(self.model, pages, sources, memory=memory, **options)
+            memory: Any = self._idle_pages.pop() if self._idle_pages else None
+        if is_recorded:
+            memory = memory or DevicePages(self.model)
+            runner: ModelRunner = CudaRunner(self.model, pages, sources, memory=memory, **options)
+        else:
+            memory = memory or make_cache(self.model)
+            runner = ModelRunner(self.model, pages, sources, cache=memory, **options)
         weakref.finalize(runner, _give_back, weakref.ref(self), memory).atexit = False
         return runner
 
 
-def _give_back(owner: weakref.ref[PreparedModel], memory: DevicePages) -> None:
-    """Keep the pages of an engine that has ended for the next one."""
+def _give_back(owner: weakref.ref[PreparedModel], memory: DevicePages | PagedCache) -> None:
+    """Keep the pages of an engine that has ended for the next one, unless they take much of the main memory."""
+    if isinstance(memory, PagedCache) and memory.num_bytes > MAX_IDLE_BYTES:
+        return
     if (prepared := owner()) is not None:
         with prepared._lock:
             prepared._idle_pages = [memory]

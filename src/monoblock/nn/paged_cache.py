@@ -99,6 +99,11 @@ class PagedCache:
                     source_pool.grow(source_count)
             self.source_count = source_count
 
+    @property
+    def num_bytes(self) -> int:
+        pools = [pool for pool in (*self.pools, *self.source_pools) if pool is not None]
+        return sum(tensor.nbytes for pool in pools for tensor in pool.tensors.values())
+
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int], used: Sequence[int]) -> None:
         """Copy pages, of which the first `used` tokens are in use, in all blocks."""
         if not sources:

@@ -176,8 +176,8 @@ class CudaRunner(ModelRunner):
     def __init__(
         self, model: Transformer, pages: Pages, sources: Pages, *, memory: DevicePages, **options: Any
     ) -> None:
-        super().__init__(model, pages, sources, **options)
-        self.memory, self.cache = memory, memory.cache
+        super().__init__(model, pages, sources, cache=memory.cache, **options)
+        self.memory = memory
         self.has_experts = any(isinstance(module, Experts) for module in model.modules())
         self.padded: tuple[Filters, Filters] | None = None  # those of the last burst, and with more rows
 

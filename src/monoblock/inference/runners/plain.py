@@ -71,6 +71,7 @@ class ModelRunner:
 
     plain: the model whose modules edited rows run, if `model` is a fast copy of it.
     adapters: by name, models that share the weights of `model` but for an adapter.
+    cache: the pools of an engine that has ended, whose memory is used again.
     tap: a tap for all passes, see nn/tap.py.
     exact: whether `model` is exact (see exact.py), so that sources are encoded alone.
     """
@@ -83,13 +84,13 @@ class ModelRunner:
         *,
         plain: Transformer | None = None,
         adapters: Mapping[str, Transformer] | None = None,
+        cache: PagedCache | None = None,
         tap: Tap | None = None,
         exact: bool = False,
     ) -> None:
         self.model, self.plain, self.adapters, self.tap = model, plain or model, dict(adapters or {}), tap
         self.pages, self.sources, self.device, self.exact = pages, sources, model.device, exact
-        has_kernels = getattr(model.decoder, "cpu_stack", None) is not None
-        self.cache = PagedCache(model.decoder.config, self.device, has_kernels=has_kernels)
+        self.cache = make_cache(model) if cache is None else cache
         self.unencoded: set[int] = set()  # numbers of sources that the next pass of the modules encodes
         self.last_sources: tuple[list[int], Any] = [], []  # of the last pass: the requests and what has been read
 
@@ -209,6 +210,11 @@ class ModelRunner:
     def _tables(self, pages: Pages, numbers: Sequence[int]) -> Tensor:
         width = int(pages.num_pages[numbers].max())
         return torch.from_numpy(pages.tables[numbers, :width]).to(self.device)
+
+
+def make_cache(model: Transformer) -> PagedCache:
+    has_kernels = getattr(model.decoder, "cpu_stack", None) is not None
+    return PagedCache(model.decoder.config, model.device, has_kernels=has_kernels)
 
 
 class UncachedRunner(ModelRunner):
