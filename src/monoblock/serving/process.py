@@ -17,6 +17,7 @@ from monoblock.errors import InputError
 from monoblock.serving.security import LOCAL_HOSTS, Gate
 
 DRAIN_SECONDS = 30.0
+LEAST_DRAIN_SECONDS = 1.0  # so that requests on their way are told, too
 HEADER_SECONDS = 20.0  # that a client may take for the first line and the headers
 logger = logging.getLogger("monoblock.serving")
 
@@ -51,11 +52,12 @@ class DrainingServer(uvicorn.Server):
             return
         self.gate.is_draining = True
         logger.info("shutting down: %d requests go on, new ones are refused", self.gate.num_requests)
-        self.drain_until = time.monotonic() + DRAIN_SECONDS
+        self.drain_start = time.monotonic()
 
     async def on_tick(self, counter: int) -> bool:
-        if self.gate.is_draining and (not self.gate.num_requests or time.monotonic() > self.drain_until):
-            self.should_exit = True
+        if self.gate.is_draining:
+            least = DRAIN_SECONDS if self.gate.num_requests else LEAST_DRAIN_SECONDS
+            self.should_exit |= time.monotonic() - self.drain_start > least
         return await super().on_tick(counter)
 
 

@@ -1,0 +1,363 @@
+"""What a server must survive: clients that go, stall, flood it or send nonsense; and every text right meanwhile.
+
+    python benchmarks/reliability/serving.py --write
+
+A small model with random weights is served by a process of its own.  Each goal is a row: what was done, what must hold,
+what was seen.  Texts under load are compared with those of each request alone; pages, answers and memory are counted.
+--smoke does a hundredth of everything; --write saves the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from _report import source, write_section
+
+RESULTS = Path(__file__).parents[1] / "results" / "serving.md"
+KEYS = ("the-first-of-two-keys", "the-second-of-two-keys")
+PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void."
+
+
+@dataclass
+class Server:
+    """A process that serves, and how it is asked."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, key: str = KEYS[0], **options: Any) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.AsyncClient(base_url=self.address, headers=headers, timeout=120, limits=limits, **options)
+
+    def memory(self) -> float:
+        """Return the resident memory of the process in MB."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
+
+    async def metric(self, name: str) -> float:
+        async with self.client() as client:
+            text = (await client.get("/metrics")).text
+        return float(re.search(rf"^monoblock_{name}\S* (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
+
+    async def rest(self, seconds: float = 30.0) -> float:
+        """Wait until nothing runs; return the pages in use then."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and (await self.metric("batch") or await self.metric("queue")):
+            await asyncio.sleep(0.05)
+        return await self.metric("pages_in_use")
+
+
+@contextlib.contextmanager
+def serving(folder: str, *options: str) -> Iterator[Server]:
+    with socket.socket() as free, tempfile.TemporaryDirectory() as temporary:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        keys = Path(temporary) / "keys"
+        keys.write_text("\n".join(KEYS))
+        words = ["serve", f"{folder}=toy", "--port", str(port), "--api-key-file", str(keys), *options]
+        process = subprocess.Popen([sys.executable, "-m", "monoblock", *words], stderr=subprocess.DEVNULL)
+        server = Server(process, port)
+        try:
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    if httpx.get(f"{server.address}/ready").status_code == 200:
+                        break
+                assert process.poll() is None, "the server has ended"
+                time.sleep(0.05)
+            yield server
+        finally:
+            process.kill()
+            process.wait()
+
+
+def random_body(number: int) -> dict[str, Any]:
+    """Return a request of any shape; the same number gives the same one."""
+    chance = random.Random(number)
+    words = PROMPT.split()
+    body: dict[str, Any] = {
+        "model": "toy",
+        "max_tokens": chance.randint(1, 24),
+        "logprobs": chance.choice([None, 0, 2]),
+    }
+    body["prompt"] = (PROMPT + " " if number % 2 else "") + " ".join(chance.choices(words, k=chance.randint(1, 9)))
+    match chance.randrange(4):
+        case 0:
+            body["temperature"] = 0
+        case 1:
+            body |= {"seed": chance.randrange(99), "n": chance.randint(1, 3), "top_p": 0.9}
+        case 2:
+            body |= {"num_beams": chance.randint(2, 4), "temperature": 0, "logprobs": None}
+        case 3:
+            body |= {"seed": chance.randrange(99), "top_k": 20, "frequency_penalty": 0.3, "stop": [" the"]}
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def bits(answer: httpx.Response) -> Any:
+    return [(choice["text"], choice["logprobs"], choice["finish_reason"]) for choice in answer.json()["choices"]]
+
+
+async def gather(work: Callable[[int], Awaitable[Any]], count: int, at_once: int) -> list[Any]:
+    """Return work(0) … work(count - 1), done by so many clients at a time."""
+    results: list[Any] = [None] * count
+    numbers = iter(range(count))
+
+    async def client() -> None:
+        for number in numbers:
+            results[number] = await work(number)
+
+    await asyncio.gather(*(client() for _ in range(at_once)))
+    return results
+
+
+# -- the goals --------------------------------------------------------------------------------------------------------
+
+
+async def every_text_is_that_of_its_request_alone(server: Server, scale: float) -> str:
+    """S1: 64 clients, mixed shapes, half with a common beginning: texts and log-probabilities as alone."""
+    count, distinct = round(10_000 * scale), max(4, round(1000 * scale))
+    async with server.client() as client:
+        alone = [bits(await client.post("/v1/completions", json=random_body(n))) for n in range(distinct)]
+        answers = await gather(
+            lambda n: client.post("/v1/completions", json=random_body(n % distinct)), count, at_once=64
+        )
+    statuses = sum(answer.status_code != 200 for answer in answers)
+    wrong = sum(answer.status_code == 200 and bits(answer) != alone[n % distinct] for n, answer in enumerate(answers))
+    pages = await server.rest()
+    assert not statuses
+    assert not wrong
+    assert not pages
+    return f"{count:,} requests ({distinct:,} different), {wrong} differ, {statuses} failed, {pages:.0f} pages in use"
+
+
+async def clients_that_go_free_their_pages(server: Server, scale: float) -> str:
+    """S2: disconnects at random moments, streams and plain answers: pages free within 500 ms (p99), memory flat."""
+    count, chance, waits = round(2000 * scale), random.Random(0), []
+    before = server.memory()
+
+    async def leave(number: int) -> None:
+        body = json.dumps({**random_body(number), "max_tokens": 200, "stream": bool(number % 2)}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(head.encode() + body)
+        await writer.drain()
+        await asyncio.sleep(chance.choice([0, 0.005, 0.02, 0.1]))
+        writer.close()
+
+    for first in range(-80, count, 20):
+        if first == 0:  # what the first requests have made room for stays
+            before = server.memory()
+        await asyncio.gather(*(leave(number) for number in range(first, first + 20)))
+        start = time.monotonic()
+        pages = await server.rest()
+        waits.append(time.monotonic() - start)
+        assert not pages, f"{pages} pages in use"
+    growth = server.memory() - before
+    slowest = sorted(waits)[min(len(waits) - 1, round(0.99 * len(waits)))]
+    assert growth < 16 + count / 1000
+    return f"{count:,} disconnects, pages free after {1e3 * slowest:.0f} ms (p99), memory {growth:+.1f} MB"
+
+
+async def a_flood_is_refused_at_once(server: Server, scale: float) -> str:
+    """S3: four times what fits: each request gets one answer; refusals within 100 ms (p99) with Retry-After."""
+    count, refusals, accepted = round(4096 * scale), [], 0
+
+    async def one(number: int) -> None:
+        nonlocal accepted
+        start = time.perf_counter()
+        answer = await client.post("/v1/completions", json={**random_body(number), "n": 1, "num_beams": 1})
+        if answer.status_code == 429:
+            assert answer.headers["retry-after"]
+            refusals.append(time.perf_counter() - start)
+        else:
+            assert answer.status_code == 200, answer.text
+            accepted += 1
+
+    async with server.client() as client:
+        for first in range(0, count, 512):
+            await asyncio.gather(*(one(number) for number in range(first, min(count, first + 512))))
+    pages = await server.rest()
+    assert accepted + len(refusals) == count
+    assert not pages
+    slowest = sorted(refusals)[round(0.99 * (len(refusals) - 1))] if refusals else 0.0
+    return f"{count:,} requests: {accepted} answered, {len(refusals)} refused, within {1e3 * slowest:.0f} ms (p99)"
+
+
+async def stalled_clients_are_closed(server: Server, scale: float) -> str:
+    """S4: clients that send their headers slowly, or never read: closed within 30 s, others are answered meanwhile."""
+    count = max(2, round(100 * scale))
+    slow = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(count)]
+    for _, writer in slow:
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: local")
+    start, gaps = time.monotonic(), []
+    async with server.client() as client:
+        for number in range(20):
+            begin = time.perf_counter()
+            assert (
+                await client.post("/v1/completions", json={**random_body(number), "max_tokens": 4})
+            ).status_code == 200
+            gaps.append(time.perf_counter() - begin)
+    for reader, writer in slow:
+        assert await asyncio.wait_for(reader.read(), 35) is not None
+        writer.close()
+    seconds = time.monotonic() - start
+    assert seconds < 32
+    return f"{count} slow clients closed after {seconds:.0f} s; others answered within {1e3 * max(gaps):.0f} ms"
+
+
+async def nonsense_is_refused(server: Server, scale: float) -> str:
+    """S6: mutated JSON and raw bytes: no status 500, the same process after."""
+    count, chance, statuses = round(50_000 * scale), random.Random(1), dict[int, int]()
+    pieces = [
+        "null",
+        "true",
+        "-1",
+        "1e400",
+        "[]",
+        "{}",
+        '""',
+        '"\\ud800"',
+        "NaN",
+        "[[[[",
+        '"a"',
+        "0.5",
+        "99999999999999999999",
+    ]
+    fields = ["prompt", "max_tokens", "n", "temperature", "stop", "logit_bias", "stream", "seed", "logprobs", "inspect",
+              "structured_outputs", "response_format", "receipt", "num_beams", "timeout", "echo"]  # fmt: skip
+    routes = ["completions", "chat/completions", "responses", "embeddings", "translate", "classify", "fill"]
+
+    async def one(number: int) -> None:
+        some = chance.sample(fields, chance.randint(0, 5))
+        raw = ", ".join(['"model": "toy"', *(f'"{name}": {chance.choice(pieces)}' for name in some)])
+        data = f"{{{raw}}}".encode()
+        if number % 5 == 0:
+            data = bytes(chance.randrange(256) for _ in range(chance.randrange(60)))
+        answer = await client.post(f"/v1/{chance.choice(routes)}", content=data, headers=JSON)
+        statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+
+    async with server.client() as client:
+        await gather(one, count, at_once=16)
+    assert server.process.poll() is None
+    assert not [status for status in statuses if status >= 500]
+    shown = ", ".join(f"{times:,} × {status}" for status, times in sorted(statuses.items()))
+    return f"{count:,} requests: {shown}"
+
+
+async def keys_share_nothing(server: Server, scale: float) -> str:
+    """S8: a prompt that another key has sent: none of its tokens are found in pages."""
+    count, hits = max(2, round(200 * scale)), 0.0
+    async with server.client(KEYS[0]) as first, server.client(KEYS[1]) as second:
+        for number in range(count):
+            body = {"model": "toy", "prompt": f"{number} {PROMPT * 2}", "max_tokens": 1}
+            await first.post("/v1/completions", json=body)
+            before = await server.metric("prefix_tokens")
+            await second.post("/v1/completions", json=body)
+            hits += await server.metric("prefix_tokens") - before
+    assert not hits
+    return f"{count} prompts, {hits:.0f} tokens found"
+
+
+JSON = {"content-type": "application/json"}
+GOALS = [
+    every_text_is_that_of_its_request_alone,
+    clients_that_go_free_their_pages,
+    a_flood_is_refused_at_once,
+    stalled_clients_are_closed,
+    nonsense_is_refused,
+    keys_share_nothing,
+]
+
+
+def shutdowns(folder: str, scale: float) -> str:
+    """S5: SIGTERM under load: what has begun is answered, what comes later gets 503, exit code 0."""
+    count, answered, refused = max(1, round(50 * scale)), 0, 0
+    for _ in range(count):
+        with serving(folder) as server:
+
+            async def load(server: Server = server) -> list[int]:
+                async with server.client() as client:
+                    bodies = [{**random_body(number), "max_tokens": 40} for number in range(8)]
+                    tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
+                    await asyncio.sleep(0.2)
+                    server.process.send_signal(signal.SIGTERM)
+                    return [(await task).status_code for task in tasks]
+
+            statuses = asyncio.run(load())
+            answered += statuses.count(200)
+            refused += statuses.count(503)
+            code = server.process.wait(40)
+            assert code == 0, code
+    assert answered + refused == 8 * count
+    return f"{count} shutdowns, {answered} requests answered, {refused} refused, every exit code 0"
+
+
+def write_toy(folder: Path) -> str:
+    import torch
+
+    import monoblock as mb
+
+    tokenizer = mb.Tokenizer.train("bpe", [PROMPT * 9], vocab_size=320)
+    torch.manual_seed(0)
+    config = mb.gpt(vocab=tokenizer.vocab_size, width=64, depth=3, heads=4, context=320)
+    mb.Transformer(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("goal", nargs="*", help="parts of the names of goals; by default all")
+    parser.add_argument("--scale", type=float, default=1.0, help="how much of everything")
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--write", action="store_true", help=f"write the table to results/{RESULTS.name}")
+    args = parser.parse_args()
+    scale = 0.01 if args.smoke else args.scale
+    lines = ["Faults and load", "", source(), "", "| goal | seen | seconds |", "|---|---|---|"]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = write_toy(Path(temporary) / "toy")
+        for goal in [*GOALS, shutdowns]:
+            if args.goal and not any(word in goal.__name__ for word in args.goal):
+                continue
+            start, about = time.monotonic(), (goal.__doc__ or "").strip()
+            if goal is shutdowns:
+                seen = shutdowns(folder, scale)
+            else:
+                exact = ["--exact"] if goal is every_text_is_that_of_its_request_alone else []
+                with serving(folder, *exact) as server:
+                    seen = asyncio.run(goal(server, scale))  # type: ignore[arg-type]
+            row = f"| {about} | {seen} | {time.monotonic() - start:.0f} |"
+            print(row, flush=True)
+            lines.append(row)
+    if args.write:
+        write_section(RESULTS, "A server under faults", "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
