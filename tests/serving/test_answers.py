@@ -287,3 +287,32 @@ def test_pages_are_free_when_all_is_answered():
             return [status for status, _ in answers], engine.pages.num_in_use
 
     assert asyncio.run(main()) == ([200] * 9, 0)
+
+
+@pytest.mark.parametrize(("head", "route"), [("classifier", "classify"), ("masked_lm", "fill")])
+def test_encoders_classify_and_fill_masks(head, route):
+    import monoblock as mb
+    from monoblock.runs.pipeline import Pipeline
+
+    texts = ["the red house", "the old tree"]
+    tokenizer = mb.Tokenizer.train("wordpiece", texts * 3, vocab_size=60, specials="masked_lm")
+    if head == "masked_lm":
+        texts = [f"the {tokenizer.token(tokenizer.mask_id)} house"]
+    torch.manual_seed(0)
+    options = {"head": head, "classes": 3} if head == "classifier" else {"head": head}
+    config = mb.bert(vocab=tokenizer.vocab_size, width=28, depth=2, heads=2, context=40, **options)
+    labels = ["LABEL_0", "LABEL_1", "LABEL_2"]
+    pipe = Pipeline(mb.Transformer(config).eval(), tokenizer, labels=labels)
+    gate = create_app([ServedModel("tiny", pipe)], [KEY])
+    ((status, answer),) = ask(gate, (f"/v1/{route}", {"input": texts, "top": 2}))
+    assert status == 200
+    for text, row in zip(texts, answer["data"], strict=True):
+        if route == "classify":
+            expected = [{"label": label, "probability": pytest.approx(p)} for label, p in pipe.classify(text, top=2)]
+            assert row["classes"] == expected
+        else:
+            expected = pipe.fill(text, top=2)
+            assert row["text"] == expected.text
+            assert [[one["token"] for one in mask] for mask in row["masks"]] == [
+                [one.label for one in mask] for mask in expected.masks
+            ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from monoblock.serving.requests import (
 )
 from monoblock.serving.served_model import ServedModel
 from monoblock.serving.streams import unless_gone
+from monoblock.tasks.classification import Prediction
 
 router = APIRouter()
 
@@ -86,8 +88,7 @@ async def translate(request: Request, body: TranslateBody) -> Response | dict[st
 
     async def work() -> dict[str, Any]:
         rows = await asyncio.gather(*map(one, texts))
-        data = [{"index": index, "hypotheses": hypotheses} for index, hypotheses in enumerate(rows)]
-        return {"object": "list", "model": model.name, "data": data}
+        return _listed(model, [{"hypotheses": hypotheses} for hypotheses in rows])
 
     return await unless_gone(request, work())
 
@@ -100,11 +101,7 @@ async def classify(request: Request, body: ClassifyBody) -> Response | dict[str,
 
     async def work() -> dict[str, Any]:
         rows = await model.loop.call(lambda: model.pipe.classify(texts, top=body.top))
-        data = [
-            {"index": index, "classes": [{"label": one.label, "probability": one.probability} for one in row]}
-            for index, row in enumerate(rows)
-        ]
-        return {"object": "list", "model": model.name, "data": data}
+        return _listed(model, [{"classes": _predictions(row, "label")} for row in rows])
 
     return await unless_gone(request, work())
 
@@ -117,17 +114,20 @@ async def fill(request: Request, body: FillBody) -> Response | dict[str, Any]:
 
     async def work() -> dict[str, Any]:
         rows = await model.loop.call(lambda: model.pipe.fill(texts, top=body.top))
-        data = [
-            {
-                "index": index,
-                "text": row.text,
-                "masks": [[{"token": one.label, "probability": one.probability} for one in mask] for mask in row.masks],
-            }
-            for index, row in enumerate(rows)
-        ]
-        return {"object": "list", "model": model.name, "data": data}
+        return _listed(
+            model, [{"text": row.text, "masks": [_predictions(mask, "token") for mask in row.masks]} for row in rows]
+        )
 
     return await unless_gone(request, work())
+
+
+def _predictions(row: Iterable[Prediction], word: str) -> list[dict[str, Any]]:
+    return [{word: one.label, "probability": one.probability} for one in row]
+
+
+def _listed(model: ServedModel, rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return a list of answers in OpenAI's form, one for each text."""
+    return {"object": "list", "model": model.name, "data": [{"index": index, **row} for index, row in enumerate(rows)]}
 
 
 @router.post("/tokenize")
