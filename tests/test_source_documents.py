@@ -46,6 +46,7 @@ def test_a_the_parameters_of_the_example_block():
         "attention": 1_048_576,
         "feedforward": 2_097_152,
         "norm": 2_048,
+        "attention.positions": 0,
         "attention.qk_norm": 0,
         "attention.sinks": 0,
         "layer_scale": 0,

@@ -133,9 +133,9 @@ def bias_activations(attention: AttentionConfig, length: int, *, fused: bool, re
     if not attention.has_score_bias:
         return NOTHING
     is_learned = any(attention.table_rows(shared=shared) for shared in (False, True))
-    matrix = attention.heads * length**2 if fused and has_fused_kernel(attention) else 0
-    indices = 8 * length**2 if is_learned else 0
-    return SavedActivations(attention_elements=matrix, raw_bytes=indices + (4 * matrix if recomputed else 0))
+    scores, indices = attention.heads * length**2, 8 * length**2 if is_learned else 0
+    matrix = scores if fused and has_fused_kernel(attention) else 0
+    return SavedActivations(attention_elements=matrix, raw_bytes=indices + (4 * scores if recomputed else 0))
 
 
 # -- a block -----------------------------------------------------------------------------------------------------------

@@ -361,9 +361,12 @@ def _load_own(cls: type[T], folder: ModelFolder, *, dtype: torch.dtype, device: 
         hint = "; if a subclass of Transformer was trained, give it to mb.load as model_class"
         check_names(names, shapes, hint=hint)
         for name in packed:
-            found, expected = tuple(stored.entries[name]), (packed[name], shapes[name])
-            if found != expected:
-                raise FileError(f"{name} has dtype and shape {found}, but the configuration requires {expected}")
+            dtype_found, shape_found = stored.entries[name]
+            if (dtype_found, shape_found) != (packed[name], shapes[name]):
+                raise FileError(
+                    f"{name} has dtype {dtype_found} and shape {shape_found}, but the configuration requires "
+                    f"{packed[name]} and {shapes[name]}"
+                )
         state = {name: stored[name].to(device) for name in packed}
         rest = same_names(name for name in shapes if name not in packed)
         state |= read_weights(model, rest, names, WeightReader(stored, dtype, device), mesh)
