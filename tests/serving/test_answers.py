@@ -271,6 +271,41 @@ def test_answers_that_wait_are_cancelled_with_their_timeout(client):
     assert caught.value.status_code == 408
 
 
+def test_a_stream_whose_time_is_up_says_so():
+    with running_server(tiny_app()) as (_, address):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0)
+        stream = client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=80, n=8, stream=True, extra_body={"timeout": 0.03}
+        )
+        with pytest.raises(openai.APIError, match="give it more"):
+            list(stream)
+
+
+def test_a_stream_names_ignored_fields_and_its_offsets_are_those_of_the_whole(client):
+    options = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 6,
+        "temperature": 0,
+        "logprobs": 1,
+        "echo": True,
+        "user": "x",
+    }
+    whole = client.completions.create(**options).model_dump()
+    events = [event.model_dump() for event in client.completions.create(stream=True, **options)]
+    assert whole["ignored_fields"] == events[-1]["ignored_fields"] == ["user"]
+    rows = [choice["logprobs"]["text_offset"] for event in events for choice in event["choices"] if choice["logprobs"]]
+    assert [offset for row in rows for offset in row] == whole["choices"][0]["logprobs"]["text_offset"]
+
+
+def test_a_tiny_temperature_is_greedy(client):
+    answers = [
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=6, temperature=temperature)
+        for temperature in (0, 1e-320, 1e-39)
+    ]
+    assert len({answer.choices[0].text for answer in answers}) == 1
+
+
 def test_pages_are_free_when_all_is_answered():
     async def main():
         gate = tiny_app()

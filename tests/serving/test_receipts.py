@@ -29,6 +29,16 @@ def test_a_receipt_is_derived_again(body):
     assert "no signature" in receipt["note"]
 
 
+def test_a_receipt_has_the_edits_of_its_answer():
+    edit = {"names": "decoder.*.attention.heads", "method": "zero", "heads": [0], "positions": None}
+    body = {"prompt": "In the", "max_tokens": 6, "temperature": 0, "receipt": True, "inspect": {"edits": [edit]}}
+    ((status, answer),) = ask(tiny_app(), ("/v1/completions", body))
+    assert status == 200
+    assert answer["receipt"]["answers"][0]["edits"] == [edit]
+    model = ServedModel("tiny", tiny_pipeline())
+    assert replay(answer["receipt"], model).is_equal
+
+
 def test_replay_names_what_differs_and_the_first_token():
     receipt = receipt_of(max_tokens=9, seed=3)
     receipt["answers"][0]["texts"][0][4] += 1
@@ -45,6 +55,7 @@ def test_replay_names_what_differs_and_the_first_token():
         {"version": 9},
         {"version": 1, "computed_with": {}, "answers": [{}]},
         {"version": 1, "computed_with": 3, "answers": 4},
+        {"version": 1, "computed_with": {}, "answers": []},
     ],
 )
 def test_what_is_no_receipt_is_one_line(broken):
@@ -99,6 +110,23 @@ def test_a_file_that_is_no_batch_is_one_line(tmp_path, text):
     (tmp_path / "in.jsonl").write_text(text)
     with pytest.raises(FileError, match=r"in\.jsonl"):
         list(read_requests(tmp_path / "in.jsonl"))
+
+
+def test_a_batch_asks_routes_that_do_not_stream_and_goes_on_after_an_odd_line(folder):
+    requests = [
+        {"custom_id": "e", "url": "/v1/embeddings", "body": {"model": "tiny", "input": "a"}},
+        {"custom_id": "\ud800", "url": "/v1/\ud800", "body": {}},
+        {"custom_id": "t", "url": "/tokenize", "body": {"model": "tiny", "text": "In the"}},
+    ]
+    (folder / "in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in requests))
+    call = ["batch", str(folder / "in.jsonl"), "--model", str(folder / "tiny"), "--out", str(folder / "out.jsonl")]
+    assert run(call) == 1
+    rows = {
+        row["custom_id"]: row["response"] for row in map(json.loads, (folder / "out.jsonl").read_text().splitlines())
+    }
+    assert [rows[name]["status_code"] for name in ("e", "t")] == [200, 200]
+    assert rows["\ud800"]["status_code"] >= 400
+    assert run(call) == 1  # what has failed before still counts
 
 
 def test_results_of_something_else_are_not_overwritten(tmp_path):

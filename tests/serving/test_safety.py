@@ -1,6 +1,7 @@
 """Keys, names, sizes and clients that go: what a request may not do."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -11,6 +12,7 @@ import pytest
 from serving_support import KEY, ask, running_server, tiny_app, tiny_pipeline
 
 from monoblock.errors import InputError
+from monoblock.serving import process
 from monoblock.serving.app import create_app
 from monoblock.serving.process import check_host
 from monoblock.serving.security import MAX_BODY, is_open
@@ -107,6 +109,13 @@ def test_another_address_needs_keys_of_the_user():
         ({**COMPLETION, "inspect": {"attention": [[9, 0]]}}, "layers are"),
         ({**COMPLETION, "inspect": {"lens": 99}}, "lens"),
         ({**COMPLETION, "n": 2, "inspect": {"lens": 1}}, "one text"),
+        ({**COMPLETION, "num_beams": 3, "inspect": {"lens": 1}}, "without beams"),
+        ({**COMPLETION, "prompt": ["a", "b"], "inspect": {"lens": 1}}, "one text"),
+        ({**COMPLETION, "inspect": {"attention": [[0, 0], [0, 0]]}}, "twice"),
+        ({**COMPLETION, "max_completion_tokens": 3}, "max_completion_tokens"),
+        ({**COMPLETION, "structured_outputs": {"regex": ""}}, "empty text"),
+        ({**COMPLETION, "structured_outputs": {"regex": "\\"}}, "regex"),
+        ({**COMPLETION, "receipt": True, "structured_outputs": {"choice": ["a"]}}, "receipt"),
     ],
 )
 def test_a_wrong_request_is_one_line_that_names_the_field(server, body, message):
@@ -117,6 +126,69 @@ def test_a_wrong_request_is_one_line_that_names_the_field(server, body, message)
     assert "\n" not in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
     assert fetch(server[1], "/v1/completions", COMPLETION)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("responses", b'{"model": "tiny", "input": "x", "metadata": {"a": NaN}}'),
+        ("responses", b'{"model": "tiny", "input": "x", "metadata": {"a": "\\ud800"}}'),
+        (
+            "chat/completions",
+            b'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": [1], "text": "x"}]}]}',
+        ),
+        ("chat/completions", b'{"model": "tiny", "messages": [{"role": "user", "content": [3]}]}'),
+        ("responses", b'{"model": "tiny", "input": [{"role": "user", "content": 5}]}'),
+    ],
+)
+def test_odd_values_are_refused_and_never_an_error_of_the_server(server, route, body):
+    status, answer = fetch(server[1], f"/v1/{route}", body)
+    assert status == 400
+    assert "\n" not in json.loads(answer)["error"]["message"]
+
+
+def test_an_odd_origin_is_refused_without_a_key(server):
+    assert fetch(server[1], "/v1/models", Origin="http://[", Authorization=None)[0] == 403
+
+
+def test_a_body_in_chunks_is_limited_too(server):
+    host, port = server[1].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        with contextlib.suppress(OSError):
+            for _ in range(MAX_BODY // (1 << 16) + 2):
+                connection.sendall(b"10000\r\n" + b" " * (1 << 16) + b"\r\n")
+        assert connection.recv(1 << 16).split(b" ")[1] == b"413"
+
+
+def test_headers_that_come_slowly_end_the_connection_also_of_a_second_request(monkeypatch):
+    monkeypatch.setattr(process, "HEADER_SECONDS", 0.5)
+    with running_server(tiny_app()) as (_, address):
+        host, port = address.removeprefix("http://").split(":")
+        for before in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            with socket.create_connection((host, int(port)), timeout=20) as connection:
+                connection.sendall(before + b"GET /health HTTP/1.1\r\nHos")
+                with contextlib.suppress(ConnectionResetError):
+                    while connection.recv(1 << 16):
+                        pass
+
+
+def test_a_client_that_reads_nothing_is_closed(monkeypatch):
+    monkeypatch.setattr(process, "WRITE_SECONDS", 0.5)
+    gate = tiny_app()
+    with running_server(gate) as (server, address):
+        host, port = address.removeprefix("http://").split(":")
+        body = json.dumps({"model": "tiny", "text": "a " * 400_000}).encode()
+        head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        with connection:
+            connection.sendall(head.encode() + body)
+            until(lambda: server.server_state.connections)
+            until(lambda: not server.server_state.connections)
 
 
 def test_a_body_is_limited_in_size(server):

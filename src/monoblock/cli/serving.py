@@ -173,7 +173,7 @@ class Batch:
         with self.out.open("ab") as out, ProgressBar("requests", total, len(finished)) as progress:
             answered, failed = asyncio.run(answer_all(gate, key, left, out, at_once=rows + 32, progress=progress))
         echo(f"Answered {answered} requests, {failed} with an error. Results: {self.out}", err=True)
-        return 1 if failed else None
+        return 1 if failed or any(finished.values()) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from monoblock.serving.engine_loop import Draining, QueueFull
 from monoblock.serving.metrics import Metrics
 from monoblock.serving.requests import FIELDS, REFUSED
 from monoblock.serving.security import Gate, TooLarge, TooSlow, error_body
-from monoblock.serving.served_model import ServedModel, TooLong
+from monoblock.serving.served_model import OutOfTime, ServedModel, TooLong
 
 logger = logging.getLogger("monoblock.serving")
 CHAT_PAGE = Path(__file__).with_name("chat.html")
@@ -89,7 +89,7 @@ def create_app(
     app.state.server = server
     app.include_router(openai_routes.router)
     app.include_router(own_routes.router)
-    for kind in (MonoblockError, RequestValidationError, HTTPException, TooLarge, TooSlow, TimeoutError, Exception):
+    for kind in (MonoblockError, RequestValidationError, HTTPException, TooLarge, TooSlow, Exception):
         app.add_exception_handler(kind, _answer_problem)
 
     @app.get("/", include_in_schema=False)
@@ -123,6 +123,8 @@ def create_app(
 def describe(problem: Exception) -> tuple[int, dict[str, Any]]:
     """Return the status and the body that tell a client of an exception, and nothing of the machine."""
     invalid = "invalid_request_error"
+    if isinstance(problem.__cause__, TooLarge | TooSlow):  # which a reader of bodies has wrapped
+        problem = problem.__cause__
     match problem:
         case QueueFull():
             return 429, error_body(str(problem), "rate_limit_error", "queue_full")
@@ -130,6 +132,8 @@ def describe(problem: Exception) -> tuple[int, dict[str, Any]]:
             return 503, error_body(str(problem), "server_error", "shutting_down")
         case UnknownModel():
             return 404, error_body(str(problem), invalid, "model_not_found", "model")
+        case OutOfTime():
+            return 408, error_body(str(problem), invalid, "timeout")
         case TooLong():
             return 400, error_body(str(problem), invalid, "context_length_exceeded")
         case RequestValidationError():
@@ -139,8 +143,6 @@ def describe(problem: Exception) -> tuple[int, dict[str, Any]]:
             return 413, error_body("the request is larger than this server reads; send less", invalid, "too_large")
         case TooSlow():
             return 408, error_body("the request did not arrive in time; send it again", invalid, "too_slow")
-        case TimeoutError():
-            return 408, error_body("the answer was not ready within the timeout; give it more", invalid, "timeout")
         case HTTPException():
             message = HTTP_MESSAGES.get(problem.status_code, "the request cannot be read; send JSON")
             return problem.status_code, error_body(message, invalid)
@@ -158,8 +160,10 @@ async def _answer_problem(request: Request, problem: Exception) -> Response:
 def _first_error(problem: RequestValidationError) -> tuple[str, str | None]:
     """Return what is wrong with a body in one line, and the field that it is about."""
     error = problem.errors()[0]
-    place = [str(part) for part in error["loc"] if part != "body"]
-    field = ".".join(place)[:100]
+    place = [
+        str(part) for part in error["loc"][1:] if isinstance(part, int) or part.isidentifier()
+    ]  # no types of pydantic
+    field = ".".join(place)[:100].encode("ascii", "replace").decode()
     if error["type"] == "extra_forbidden":
         if field in REFUSED:
             return f"{field} is not supported: {REFUSED[field]}", field

@@ -46,22 +46,23 @@ def read_requests(path: Path) -> Iterator[dict[str, Any]]:
             if name in seen:
                 raise FileError(f"{path}, line {number}: the custom_id {name!r:.60} comes twice; give each its own")
             seen.add(name)
-            yield {"custom_id": name, "url": url, "body": {**body, "stream": False}}
+            yield {"custom_id": name, "url": url, "body": body | ({"stream": False} if "stream" in body else {})}
 
 
-def read_finished(path: Path) -> set[str]:
-    """Return the ids whose results are in a file; a line that a kill has cut off is removed."""
+def read_finished(path: Path) -> dict[str, bool]:
+    """Return the ids with a result in a file, and whether each failed; a line that a kill has cut off is removed."""
     if not path.exists():
-        return set()
-    finished, end = set(), 0
+        return {}
+    finished, end = dict[str, bool](), 0
     with path.open("rb+") as file:
         for line in file:
-            try:
-                finished.add(str(json.loads(line)["custom_id"]))
-            except (ValueError, KeyError, TypeError):
-                if line.endswith(b"\n"):
-                    raise FileError(f"{path} has a line that is no result; give another file as --out") from None
+            if not line.endswith(b"\n"):
                 break
+            try:
+                result = json.loads(line)
+                finished[str(result["custom_id"])] = result["response"]["status_code"] != 200
+            except (ValueError, KeyError, TypeError):
+                raise FileError(f"{path} has a line that is no result; give another file as --out") from None
             end += len(line)
         file.truncate(end)
     return finished
@@ -82,10 +83,13 @@ async def answer_all(
 
     async def work() -> None:
         for request in iterator:
-            status, body = await post(gate, key, request["url"], request["body"])
+            status = 429
+            while status in (429, 503):  # there is no room for all its prompts yet
+                status, body = await post(gate, key, request["url"], request["body"])
+                await asyncio.sleep(0.1 * (status != 200))
             response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
             result = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request["custom_id"], "response": response}
-            out.write(json.dumps({**result, "error": None}, ensure_ascii=False).encode() + b"\n")
+            out.write(json.dumps({**result, "error": None}).encode() + b"\n")
             out.flush()
             os.fsync(out.fileno())
             counts[0] += 1
@@ -109,7 +113,7 @@ async def post(gate: Gate, key: str, url: str, body: dict[str, Any]) -> tuple[in
         "method": "POST",
         "scheme": "http",
         "path": url,
-        "raw_path": url.encode(),
+        "raw_path": url.encode("utf-8", "replace"),
         "root_path": "",
         "query_string": b"",
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
@@ -129,8 +133,8 @@ async def post(gate: Gate, key: str, url: str, body: dict[str, Any]) -> tuple[in
         status = message.get("status", status)
         parts.append(message.get("body", b""))
 
-    await gate(scope, receive, send)
     try:
+        await gate(scope, receive, send)
         return status, json.loads(b"".join(parts))
-    except ValueError:
-        return status, None
+    except Exception:  # one request that fails does not end the batch
+        return max(status, 400), None

@@ -5,6 +5,7 @@ A constraint is a logits processor: it lets only tokens through with which the t
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ class ConstraintTokenizer:
             raise InputError("constraints need the package llguidance; write pip install llguidance")
         if tokenizer.eos_id is None:
             raise InputError("the tokenizer of this model has no end token, so no constraint can end a text")
-        self.vocab_size = vocab_size
+        self.eos_id = tokenizer.eos_id
         self.native = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), n_vocab=vocab_size)
 
 
@@ -44,28 +45,43 @@ class _Vocabulary:
         self._tokenizer = tokenizer
         self.eos_token_id, self.bos_token_id = tokenizer.eos_id, tokenizer.bos_id
         self.special_token_ids = sorted(tokenizer.special_ids)
-        spelled = [tokenizer.token_bytes(number) for number in range(tokenizer.vocab_size)]
         self.tokens = [
             # llguidance marks tokens that are not text by their first byte
-            text if text is not None and number not in tokenizer.special_ids else b"\xff<%d>" % number
-            for number, text in enumerate(spelled)
+            b"\xff<%d>" % number if number in tokenizer.special_ids else spell(tokenizer, number)
+            for number in range(tokenizer.vocab_size)
         ]
 
     def __call__(self, text: bytes | str) -> list[int]:
         return self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text)
 
 
+def spell(tokenizer: Tokenizer, token: int) -> bytes:
+    """Return the bytes of a token in the middle of a text."""
+    raw = tokenizer.token_bytes(token)
+    return raw if raw is not None else tokenizer.token(token).replace("▁", " ").encode()
+
+
 class Constraint:
     """A logits processor that lets only tokens through that continue a text of a grammar."""
 
-    def __init__(self, tokenizer: ConstraintTokenizer, kind: str, value: Any, prompt_length: int) -> None:
-        self.tokenizer, self.prompt_length = tokenizer, prompt_length
+    def __init__(self, tokenizer: ConstraintTokenizer, kind: str, value: Any) -> None:
+        self.prompt_length = 0
         limits = LLParserLimits(max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000)
         first = LLMatcher(tokenizer.native, _grammar(kind, value), log_level=0, limits=limits)
         if first.is_error():
             raise InputError(f"this {kind} cannot be followed: {' '.join(first.get_error().split())}")
+        begins = torch.frombuffer(bytearray(first.deep_copy().compute_logit_bias()), dtype=torch.uint8).clone()
+        begins[tokenizer.eos_id] = 0
+        if not begins.any():
+            raise InputError(f"this {kind} allows only the empty text; change it, or leave it out")
         self._first = first
         self._matchers: dict[tuple[int, ...], Any] = {}  # by the new tokens that each has read
+
+    def after(self, prompt_length: int) -> Constraint:
+        """Return the same constraint for the text after a prompt of this many tokens."""
+        constraint = copy.copy(self)
+        constraint.prompt_length, constraint._matchers = prompt_length, {}
+        return constraint
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         new = tuple(ids[0, self.prompt_length :].tolist())

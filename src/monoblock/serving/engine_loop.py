@@ -99,10 +99,7 @@ class EngineLoop:
         capture: Sequence[str] = (),
     ) -> AsyncGenerator[AsyncGenerator[RequestOutput, None], None]:
         """Decode a prompt; the block gets its outputs as they come, and cancels what is left of it when it ends."""
-        if self.is_draining:
-            raise Draining("the server is shutting down; send the request to another one, or later")
-        if self.num_open >= self.engine.max_rows + self.max_queue:
-            raise QueueFull(f"{self.num_open} requests are running or waiting, as many as this server takes; try again")
+        self._check_room()
         ticket = _Ticket()
         options: dict[str, Any] = {"salt": salt, "adapter": adapter, "edits": edits, "capture": capture}
         self.num_open += 1
@@ -112,6 +109,12 @@ class EngineLoop:
         finally:
             self.num_open -= 1
             self._commands.put(lambda: self._cancel(ticket))
+
+    def _check_room(self) -> None:
+        if self.is_draining:
+            raise Draining("the server is shutting down; send the request to another one, or later")
+        if self.num_open >= self.engine.max_rows + self.max_queue:
+            raise QueueFull(f"{self.num_open} requests are running or waiting, as many as this server takes; try again")
 
     async def _outputs(self, ticket: _Ticket, count: int) -> AsyncGenerator[RequestOutput, None]:
         while count:
@@ -125,20 +128,25 @@ class EngineLoop:
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
         """Run a function in the thread between two steps, and return its result."""
-        if self.is_draining:
-            raise Draining("the server is shutting down; send the request to another one, or later")
+        self._check_room()
         assert self._event_loop is not None
         future = self._event_loop.create_future()
 
         def command() -> None:
+            if future.cancelled():  # nobody waits for it any more
+                return
             try:
                 result, problem = function(*args), None
             except Exception as error:
                 result, problem = None, error
             self._to_event_loop(_resolve, future, result, problem)
 
+        self.num_open += 1
         self._commands.put(command)
-        return await future
+        try:
+            return await future
+        finally:
+            self.num_open -= 1
 
     # -- in the thread --------------------------------------------------------------------------------------------
 

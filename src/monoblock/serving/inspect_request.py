@@ -21,6 +21,7 @@ from monoblock.inspection.edits import Edit, ablate
 from monoblock.model import Transformer
 
 MAX_TOKENS = 512  # new ones of a request that looks inside
+MAX_NUMBERS = 2_000_000  # weights of attention in an answer
 
 
 class EditBody(BaseModel):
@@ -54,6 +55,8 @@ class Inspection:
     def __post_init__(self) -> None:
         decoder = self.model.decoder
         assert decoder is not None
+        if len({*map(tuple, self.body.attention)}) < len(self.body.attention):
+            raise InputError("inspect.attention names a head twice; write each [layer, head] once")
         blocks = list(decoder.config.layers())
         for layer, head in self.body.attention:
             if not 0 <= layer < len(blocks) or not 0 <= head < blocks[layer].attention.heads:

@@ -18,7 +18,7 @@ from monoblock.inference.scheduler import TokenScores
 from monoblock.serving.metrics import TokenClock
 from monoblock.serving.receipts import make_receipt
 from monoblock.serving.requests import MAX_PROMPTS, ChatBody, CompletionBody, DecodingBody, ResponsesBody
-from monoblock.serving.served_model import Job, Piece, ServedModel, merge, split_seed
+from monoblock.serving.served_model import Job, OutOfTime, Piece, ServedModel, merge, split_seed
 from monoblock.serving.streams import EventStream, begin, unless_gone
 
 router = APIRouter(prefix="/v1")
@@ -70,19 +70,28 @@ class Answer:
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yield (choice, piece) as the texts grow, and keep them."""
-        async with asyncio.timeout(self.body.timeout):
-            async with aclosing(merge([self.model.pieces(job) for job in self.jobs])) as merged:
-                async for number, piece in merged:
-                    index = number * self.num_choices + piece.index
-                    choice = self.choices[index]
-                    choice.text += piece.text
-                    choice.tokens += piece.tokens
-                    choice.scores += piece.scores
-                    choice.prompt_scores += piece.prompt_scores
-                    choice.finish_reason = piece.finish_reason
-                    choice.seen += [] if piece.seen is None else [piece.seen]
-                    self.clock.tick(len(piece.tokens))
-                    yield index, piece
+        timeout = self.body.timeout
+        end = None if timeout is None else time.monotonic() + timeout
+        async with aclosing(merge([self.model.pieces(job) for job in self.jobs])) as merged:
+            while True:
+                try:
+                    number, piece = await asyncio.wait_for(
+                        anext(merged), None if end is None else end - time.monotonic()
+                    )
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise OutOfTime(f"the answer was not ready within {timeout:g} s; give it more as timeout") from None
+                index = number * self.num_choices + piece.index
+                choice = self.choices[index]
+                choice.text += piece.text
+                choice.tokens += piece.tokens
+                choice.scores += piece.scores
+                choice.prompt_scores += piece.prompt_scores
+                choice.finish_reason = piece.finish_reason
+                choice.seen += [] if piece.seen is None else [piece.seen]
+                self.clock.tick(len(piece.tokens))
+                yield index, piece
 
     def job_of(self, index: int) -> Job:
         return self.jobs[index // self.num_choices]
@@ -119,7 +128,10 @@ async def _respond(
 ) -> Response | dict[str, Any]:
     """Return the events of an answer if the request wants a stream, else the whole answer."""
     if answer.body.stream:
-        return EventStream(await begin(events(answer)), request.app.state.server.error_event, done=done)
+        begun = await unless_gone(request, begin(events(answer)))
+        if isinstance(begun, Response):
+            return begun
+        return EventStream(begun, request.app.state.server.error_event, done=done)
 
     async def work() -> dict[str, Any]:
         async with aclosing(answer.pieces()) as pieces:
@@ -151,8 +163,7 @@ async def completions(request: Request, body: CompletionBody) -> Response | dict
         raise InputError(f"prompt has {len(prompts)} texts; send at most {MAX_PROMPTS} in a request")
     encoded = await asyncio.to_thread(lambda: [model.encode(prompt) for prompt in prompts])
     extra = {} if body.logprobs is None else {"logprobs": body.logprobs, "score_prompt": body.echo}
-    salt = request.state.salt
-    jobs = [model.job(body, prompt, extra=extra, salt=salt) for prompt in encoded]
+    jobs = await asyncio.to_thread(lambda: model.jobs(body, encoded, extra=extra, salt=request.state.salt))
     return await _respond(request, Answer(request, model, jobs, body, "cmpl"), _completion, _completion_events)
 
 
@@ -167,20 +178,22 @@ def _completion(answer: Answer) -> dict[str, Any]:
 
 
 async def _completion_events(answer: Answer) -> AsyncGenerator[dict[str, Any], None]:
-    seen = [0] * len(answer.choices)  # characters, for the offsets of tokens
+    offsets, begun = [0] * len(answer.choices), set[int]()
     async with aclosing(answer.pieces()) as pieces:
         async for index, piece in pieces:
-            first = not seen[index]
-            text = (_echo(answer, index) if first else "") + piece.text
-            scores = _completion_logprobs(answer, index, piece.tokens, piece.scores, piece.prompt_scores, seen[index])
-            seen[index] += max(len(text), 1)
+            text = ("" if index in begun else _echo(answer, index)) + piece.text
+            begun.add(index)
+            scores = _completion_logprobs(
+                answer, index, piece.tokens, piece.scores, piece.prompt_scores, offsets[index]
+            )
+            offsets[index] += sum(map(len, scores["tokens"])) if scores else 0
             end = {"finish_reason": piece.finish_reason, **_seen(piece.seen)}
             choice = {"index": index, "text": text, "logprobs": scores, **end}
             if text or piece.finish_reason or scores or piece.seen:
                 yield {**answer.head("text_completion"), "choices": [choice]}
-    if _wants_usage(answer.body) or answer.body.receipt:
-        usage = {"usage": answer.usage()} if _wants_usage(answer.body) else {}
-        yield {**answer.head("text_completion"), "choices": [], **usage, **answer.extras()}
+    usage = {"usage": answer.usage()} if _wants_usage(answer.body) else {}
+    if extras := answer.extras() | usage:
+        yield {**answer.head("text_completion"), "choices": [], **extras}
 
 
 def _echo(answer: Answer, index: int) -> str:
@@ -236,17 +249,21 @@ async def _chat_job(
     tools = body.tools if isinstance(body, ChatBody) and body.tool_choice != "none" else None
     prompt = await asyncio.to_thread(lambda: model.encode_chat(messages, **({"tools": tools} if tools else {})))
     extra = {"logprobs": body.top_logprobs or 0} if isinstance(body, ChatBody) and body.logprobs else {}
-    return model.job(body, prompt, extra=extra, salt=request.state.salt, new_text=True)
+    options = {"extra": extra, "salt": request.state.salt, "new_text": True}
+    return (await asyncio.to_thread(lambda: model.jobs(body, [prompt], **options)))[0]
 
 
 def _plain_text(content: Any) -> Any:
     """Return the text of a message whose content is in parts."""
-    if not isinstance(content, list):
+    if content is None or isinstance(content, str):
         return content
-    kinds = {part.get("type") for part in content if isinstance(part, dict)}
-    if kinds - {"text", "input_text", "output_text"} or not all(isinstance(part.get("text"), str) for part in content):
+    parts = content if isinstance(content, list) else [content]
+    kinds = ("text", "input_text", "output_text")
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") in kinds]
+    texts = [text for text in texts if isinstance(text, str)]
+    if len(texts) < len(parts):
         raise InputError("a message has a part that is not text; send parts such as {'type': 'text', 'text': 'Hello'}")
-    return "".join(part["text"] for part in content)
+    return "".join(texts)
 
 
 def _chat(answer: Answer) -> dict[str, Any]:
@@ -279,8 +296,8 @@ async def _chat_events(answer: Answer) -> AsyncGenerator[dict[str, Any], None]:
                 yield {**head, "choices": [{**choice, **more}], **usage}
             if piece.finish_reason:
                 yield {**head, "choices": [{**choice, "delta": {}, "finish_reason": piece.finish_reason}], **usage}
-    if usage or answer.body.receipt:
-        yield {**head, "choices": [], **({"usage": answer.usage()} if usage else {}), **answer.extras()}
+    if extras := answer.extras() | ({"usage": answer.usage()} if usage else {}):
+        yield {**head, "choices": [], **extras}
 
 
 def _chat_logprobs(answer: Answer, tokens: Sequence[int], scores: Sequence[TokenScores]) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,7 +23,7 @@ from monoblock.serving.requests import (
     TranslateBody,
 )
 from monoblock.serving.served_model import ServedModel
-from monoblock.serving.streams import unless_gone
+from monoblock.serving.streams import end_tasks, unless_gone
 from monoblock.tasks.classification import Prediction
 
 router = APIRouter()
@@ -41,9 +42,12 @@ async def embeddings(request: Request, body: EmbeddingsBody) -> Response | dict[
         raise InputError(f"dimensions={body.dimensions} is not the width of {model.name}; leave it out: {width}")
     texts = _texts(body.input)
 
-    async def work() -> dict[str, Any]:
-        vectors = await model.loop.call(lambda: model.pipe.embed(texts, pooling=body.pooling).float().cpu().numpy())
-        rows = vectors.astype(np.float32)
+    async def work() -> Response:
+        parts = [  # between which the engine makes steps
+            await model.loop.call(lambda part=part: model.pipe.embed(part, pooling=body.pooling).float().cpu().numpy())
+            for part in (texts[first : first + 32] for first in range(0, len(texts), 32))
+        ]
+        rows = np.concatenate(parts).astype(np.float32)
         as_base64 = body.encoding_format == "base64"
         data = [
             {
@@ -55,7 +59,8 @@ async def embeddings(request: Request, body: EmbeddingsBody) -> Response | dict[
         ]
         count = await asyncio.to_thread(lambda: sum(len(model.pipe.tokenizer.encode(text)) for text in texts))
         usage = {"prompt_tokens": count, "total_tokens": count}
-        return {"object": "list", "model": model.name, "data": data, "usage": usage}
+        answer = {"object": "list", "model": model.name, "data": data, "usage": usage}
+        return Response(await asyncio.to_thread(lambda: json.dumps(answer)), media_type="application/json")
 
     return await unless_gone(request, work())
 
@@ -87,7 +92,11 @@ async def translate(request: Request, body: TranslateBody) -> Response | dict[st
         return found
 
     async def work() -> dict[str, Any]:
-        rows = await asyncio.gather(*map(one, texts))
+        tasks = [asyncio.create_task(one(text)) for text in texts]
+        try:
+            rows = await asyncio.gather(*tasks)
+        finally:
+            await end_tasks(*tasks)
         return _listed(model, [{"hypotheses": hypotheses} for hypotheses in rows])
 
     return await unless_gone(request, work())

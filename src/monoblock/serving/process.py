@@ -15,6 +15,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from monoblock.errors import InputError
 from monoblock.serving.security import LOCAL_HOSTS, Gate
+from monoblock.serving.streams import WRITE_SECONDS
 
 DRAIN_SECONDS = 30.0
 LEAST_DRAIN_SECONDS = 1.0  # so that requests on their way are told, too
@@ -23,18 +24,41 @@ logger = logging.getLogger("monoblock.serving")
 
 
 class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """HTTP that closes connections on which no request arrives in time."""
+    """HTTP that ends connections on which no request arrives in time, or whose client does not read what it is sent."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._deadline = asyncio.get_running_loop().call_later(HEADER_SECONDS, self._close_if_silent)
+        transport.set_write_buffer_limits(0)  # so that `pause_writing` tells of every byte that is not taken
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._expect("request", HEADER_SECONDS)
 
-    def _close_if_silent(self) -> None:
-        if getattr(self, "cycle", None) is None:
-            self.transport.close()
+    def _expect(self, what: str, seconds: float) -> None:
+        if what not in self._deadlines:
+            self._deadlines[what] = asyncio.get_running_loop().call_later(seconds, self.transport.abort)
+
+    def _met(self, what: str) -> None:
+        if (deadline := self._deadlines.pop(what, None)) is not None:
+            deadline.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        cycle = getattr(self, "cycle", None)
+        if cycle is None or cycle.response_complete:  # a request has begun, but its headers are not complete
+            self._expect("request", HEADER_SECONDS)
+        else:
+            self._met("request")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect("reading", WRITE_SECONDS)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._met("reading")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._deadline.cancel()
+        for what in list(self._deadlines):
+            self._met(what)
         super().connection_lost(exc)
 
 

@@ -19,9 +19,11 @@ import tokenizers
 import torch
 
 from monoblock import __version__
-from monoblock.errors import FileError, InputError
+from monoblock.errors import FileError
 from monoblock.inference.engine import Engine
+from monoblock.inference.scheduler import Edit
 from monoblock.inference.settings import Settings
+from monoblock.serving.inspect_request import InspectBody, Inspection
 
 if TYPE_CHECKING:
     from monoblock.serving.served_model import Job, ServedModel
@@ -37,6 +39,7 @@ def make_receipt(model: ServedModel, jobs: Sequence[Job], texts: Sequence[Sequen
             "prompt": list(job.prompt.ids),
             "source": None if job.prompt.source is None else list(job.prompt.source),
             "settings": _write_settings(job.settings),
+            "edits": [] if job.inspection is None else [edit.model_dump() for edit in job.inspection.body.edits],
             "texts": [list(tokens) for tokens in found[:: job.copies]],
         }
         for job, found in zip(jobs, texts, strict=True)
@@ -78,8 +81,7 @@ def code_digest() -> str:
 
 def _write_settings(settings: Settings) -> dict[str, Any]:
     """Return the settings that are not the defaults, as JSON has them."""
-    if settings.logits_processor:
-        raise InputError("an answer with a constraint has no receipt yet; leave out receipt, or the constraint")
+    assert not settings.logits_processor
     written = asdict(settings)
     written["logit_bias"] = {str(token): bias for token, bias in settings.logit_bias.items()}
     defaults = asdict(Settings())
@@ -112,19 +114,29 @@ def replay(receipt: Any, model: ServedModel) -> Replay:
             raise FileError(f"this receipt has version {receipt['version']!r:.20}, and {VERSION} is known")
         there, answers = dict(receipt["computed_with"]), list(receipt["answers"])
         requests = [
-            (list(one["prompt"]), one["source"], _read_settings(one["settings"]), [list(text) for text in one["texts"]])
+            (
+                list(one["prompt"]),
+                one["source"],
+                _read_settings(one["settings"]),
+                InspectBody.model_validate({"edits": one["edits"]}),
+                [list(text) for text in one["texts"]],
+            )
             for one in answers
         ]
-    except (KeyError, TypeError, AttributeError):
+        if not requests or any(len(texts) != settings.num_return_sequences for *_, settings, _, texts in requests):
+            raise FileError("this receipt has no text for one of its sequences, so there is nothing to compare")
+    except FileError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError):
         raise FileError('this is not a receipt; give the JSON object under "receipt" in an answer') from None
     here = circumstances(model)
     differences = {
         name: (there.get(name), here.get(name)) for name in {**there, **here} if there.get(name) != here.get(name)
     }
     engine = model.loop.engine
-    for number, (prompt, source, settings, texts) in enumerate(requests):
-        derived = _decode(engine, prompt, source, settings)
-        for index, (said, found) in enumerate(zip(texts, derived, strict=False)):
+    for number, (prompt, source, settings, body, texts) in enumerate(requests):
+        derived = _decode(engine, prompt, source, settings, Inspection(model.model, body).edits)
+        for index, (said, found) in enumerate(zip(texts, derived, strict=True)):
             for place in range(max(len(said), len(found))):
                 there_is, here_is = (tokens[place] if place < len(tokens) else None for tokens in (said, found))
                 if there_is != here_is:
@@ -132,9 +144,15 @@ def replay(receipt: Any, model: ServedModel) -> Replay:
     return Replay(differences, None)
 
 
-def _decode(engine: Engine, prompt: Sequence[int], source: Sequence[int] | None, settings: Settings) -> list[list[int]]:
+def _decode(
+    engine: Engine,
+    prompt: Sequence[int],
+    source: Sequence[int] | None,
+    settings: Settings,
+    edits: Sequence[Edit],
+) -> list[list[int]]:
     texts: list[list[int]] = [[] for _ in range(settings.num_return_sequences)]
-    engine.add(prompt, settings, source)
+    engine.add(prompt, settings, source, edits=edits)
     while engine.busy:
         for output in engine.step():
             if output.error is not None:

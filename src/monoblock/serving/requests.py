@@ -117,7 +117,7 @@ class DecodingBody(Body):
     inspect: InspectBody | None = None
 
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = None
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -130,7 +130,9 @@ class DecodingBody(Body):
     def options(self) -> dict[str, Any]:
         """Return what the request says of `Settings`, by the names there."""
         names = {*Settings.__dataclass_fields__, *SETTINGS_NAMES}
-        given = {name: getattr(self, name) for name in self.model_fields_set if name in names}
+        if len({"max_tokens", "max_completion_tokens"} & self.model_fields_set) == 2:
+            raise InputError("max_tokens and max_completion_tokens mean the same; write one of them")
+        given = {name: getattr(self, name) for name in sorted(self.model_fields_set) if name in names}
         options = {SETTINGS_NAMES.get(name, name): value for name, value in given.items() if value is not None}
         options.pop("logprobs", None)  # which differs by route
         if isinstance(self, CompletionBody) and self.max_tokens is not None:  # which has a default

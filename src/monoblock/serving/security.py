@@ -78,7 +78,7 @@ class Gate:
         if host not in self.hosts:
             return 403, f"this server is not called {host!r:.80}; start it with --allow-host", "permission_error", None
         origin = headers.get("origin")
-        if origin is not None and _name(urlsplit(origin).netloc) not in self.hosts:
+        if origin is not None and _name(origin.partition("://")[2]) not in self.hosts:
             return 403, "pages of other origins may not ask this server", "permission_error", None
         if not is_open(path) and self._matching_key(headers) is None:
             said = "the API key is wrong" if "authorization" in headers else "there is no API key"

@@ -23,15 +23,20 @@ from monoblock.inference.streaming_text import StreamingText
 from monoblock.inference.supported_models import reason_not_to_optimize
 from monoblock.model import Transformer
 from monoblock.runs.pipeline import Pipeline
-from monoblock.serving.constraints import Constraint, ConstraintTokenizer
+from monoblock.serving.constraints import Constraint, ConstraintTokenizer, spell
 from monoblock.serving.engine_loop import EngineLoop
-from monoblock.serving.inspect_request import MAX_TOKENS, Inspection
+from monoblock.serving.inspect_request import MAX_NUMBERS, MAX_TOKENS, Inspection
 from monoblock.serving.requests import DecodingBody
 from monoblock.tasks.translate import script_tag_for
 from monoblock.tasks.word_alignment import align
 from monoblock.tokenizers.tokenizer import Tokenizer
 
+LEAST_TEMPERATURE = 1e-5  # a lower one always chooses the most probable token
 CREATIVE = {"temperature": 1.0}  # OpenAI's default, where neither the request nor the model's folder says another
+
+
+class OutOfTime(InputError):
+    """An answer that was not ready within the timeout of its request."""
 
 
 class TooLong(InputError):
@@ -155,7 +160,31 @@ class ServedModel:
         text = tokenizer.apply_chat_template(messages, **variables)
         return Prompt(tuple(tokenizer.encode(text, allow_specials=True)))
 
-    def job(self, body: DecodingBody, prompt: Prompt, *, extra: Mapping[str, Any] | None = None, **more: Any) -> Job:
+    def jobs(self, body: DecodingBody, prompts: Sequence[Prompt], **options: Any) -> list[Job]:
+        """Return what decodes each prompt of a request; a constraint may take a while."""
+        constraint = None
+        if (said := body.constraint()) is not None:
+            if body.receipt:
+                raise InputError("an answer with a constraint has no receipt yet; leave out receipt, or the constraint")
+            constraint = Constraint(self.constraint_tokenizer, *said)
+        if body.inspect is not None and len(prompts) > 1:
+            raise InputError("inspect looks into one text; send one prompt")
+        if body.receipt:
+            _ = self.weights_digest  # computed once, and not in the event loop
+        return [
+            self.job(body, prompt, constraint=constraint and constraint.after(len(prompt.ids)), **options)
+            for prompt in prompts
+        ]
+
+    def job(
+        self,
+        body: DecodingBody,
+        prompt: Prompt,
+        *,
+        constraint: Constraint | None = None,
+        extra: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> Job:
         """Return what decodes a prompt as a request says: its options, then the model's own, then OpenAI's."""
         room = self.loop.engine.capacity - len(prompt.ids)
         if room < 1:
@@ -174,18 +203,29 @@ class ServedModel:
         options["max_new_tokens"] = min(options["max_new_tokens"], room)
         options |= extra or {}
         copies = 1
+        if options["temperature"] < LEAST_TEMPERATURE:
+            options["temperature"] = 0.0
         if not options["temperature"] and options["num_beams"] == 1:
             copies, options["num_return_sequences"] = options["num_return_sequences"], 1
             for name in ("top_k", "top_p", "min_p", "typical_p"):  # they have no effect on the most probable token
                 options.pop(name, None)
         options["num_beams"] = max(options["num_beams"], 1)
         known = {name: value for name, value in options.items() if name in Settings.__dataclass_fields__}
-        if (constraint := body.constraint()) is not None:
-            known["logits_processor"] = Constraint(self.constraint_tokenizer, *constraint, len(prompt.ids))
+        if constraint is not None:
+            known["logits_processor"] = constraint
         if body.inspect is not None:
-            if known.get("max_new_tokens", 0) > MAX_TOKENS or known.get("num_return_sequences", 1) > 1:
-                raise InputError(f"inspect looks into one text of at most {MAX_TOKENS} new tokens; write max_tokens")
             more["inspection"] = Inspection(self.model, body.inspect)
+            several = known.get("num_return_sequences", 1) > 1 or known["num_beams"] > 1
+            if known["max_new_tokens"] > MAX_TOKENS or several:
+                raise InputError(
+                    f"inspect looks into one text of at most {MAX_TOKENS} new tokens, without beams; write max_tokens"
+                )
+            numbers = len(body.inspect.attention) * known["max_new_tokens"] * self.loop.engine.capacity
+            if numbers > MAX_NUMBERS:
+                raise InputError(
+                    f"inspect.attention may return {numbers:,} numbers, and at most {MAX_NUMBERS:,} are; "
+                    "ask for fewer heads or tokens"
+                )
         return Job(prompt, Settings(**known), copies, **more)
 
     # -- texts ----------------------------------------------------------------------------------------------------
@@ -225,9 +265,7 @@ class ServedModel:
 
     def spell(self, token: int) -> bytes:
         """Return the bytes of a token in the middle of a text."""
-        tokenizer = self.pipe.tokenizer
-        raw = tokenizer.token_bytes(token)
-        return raw if raw is not None else tokenizer.token(token).replace("▁", " ").encode()
+        return spell(self.pipe.tokenizer, token)
 
 
 class _NoEngine:

@@ -30,10 +30,11 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Res
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else GONE
     finally:
-        await _end(task, watch)
+        await end_tasks(task, watch)
 
 
-async def _end(*tasks: asyncio.Task[Any]) -> None:
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks that are not done, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -75,7 +76,7 @@ class EventStream(Response):
             if write.done():
                 write.result()
         finally:
-            await _end(write, watch)
+            await end_tasks(write, watch)
             await self.events.aclose()
 
     async def _write(self, send: Send) -> None:
