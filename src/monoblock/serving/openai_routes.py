@@ -259,8 +259,8 @@ def _plain_text(content: Any) -> Any:
         return content
     parts = content if isinstance(content, list) else [content]
     kinds = ("text", "input_text", "output_text")
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") in kinds]
-    texts = [text for text in texts if isinstance(text, str)]
+    said = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") in kinds]
+    texts = [text for text in said if isinstance(text, str)]
     if len(texts) < len(parts):
         raise InputError("a message has a part that is not text; send parts such as {'type': 'text', 'text': 'Hello'}")
     return "".join(texts)
