@@ -53,9 +53,10 @@ class Server:
         return self.models[name]
 
     def model(self, name: str, ability: str) -> ServedModel:
-        """Return a model that answers a route."""
+        """Return a model that answers a route, and has room for a request."""
         model = self.find(name)
         model.check(ability)
+        model.loop.check_room()
         return model
 
     def report(self, method: str, path: str, status: int, seconds: float) -> None:

@@ -99,7 +99,7 @@ class EngineLoop:
         capture: Sequence[str] = (),
     ) -> AsyncGenerator[AsyncGenerator[RequestOutput, None], None]:
         """Decode a prompt; the block gets its outputs as they come, and cancels what is left of it when it ends."""
-        self._check_room()
+        self.check_room()
         ticket = _Ticket()
         options: dict[str, Any] = {"salt": salt, "adapter": adapter, "edits": edits, "capture": capture}
         self.num_open += 1
@@ -110,7 +110,8 @@ class EngineLoop:
             self.num_open -= 1
             self._commands.put(lambda: self._cancel(ticket))
 
-    def _check_room(self) -> None:
+    def check_room(self) -> None:
+        """Raise QueueFull or Draining if no further request is taken."""
         if self.is_draining:
             raise Draining("the server is shutting down; send the request to another one, or later")
         if self.num_open >= self.engine.max_rows + self.max_queue:
@@ -128,7 +129,7 @@ class EngineLoop:
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
         """Run a function in the thread between two steps, and return its result."""
-        self._check_room()
+        self.check_room()
         assert self._event_loop is not None
         future = self._event_loop.create_future()
 
