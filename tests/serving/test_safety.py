@@ -14,7 +14,7 @@ from serving_support import KEY, ask, running_server, tiny_app, tiny_pipeline
 from monoblock.errors import InputError
 from monoblock.serving import process
 from monoblock.serving.app import create_app
-from monoblock.serving.process import check_host
+from monoblock.serving.process import check_address
 from monoblock.serving.security import MAX_BODY, is_open
 from monoblock.serving.served_model import ServedModel
 
@@ -66,10 +66,15 @@ def test_pages_of_other_origins_are_refused(server, origin):
 
 
 def test_another_address_needs_keys_of_the_user():
-    check_host("127.0.0.1", has_key_file=False)
-    check_host("0.0.0.0", has_key_file=True)
+    check_address("127.0.0.1", 0, has_key_file=False)
+    check_address("0.0.0.0", 0, has_key_file=True)
     with pytest.raises(InputError, match="--api-key-file"):
-        check_host("0.0.0.0", has_key_file=False)
+        check_address("0.0.0.0", 0, has_key_file=False)
+
+
+def test_an_address_in_use_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(InputError, match="give another --port"):
+        check_address("127.0.0.1", other.getsockname()[1], has_key_file=False)
 
 
 @pytest.mark.parametrize(
@@ -169,9 +174,12 @@ def test_headers_that_come_slowly_end_the_connection_also_of_a_second_request(mo
         for before in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
             with socket.create_connection((host, int(port)), timeout=20) as connection:
                 connection.sendall(before + b"GET /health HTTP/1.1\r\nHos")
+                start, received = time.monotonic(), b""
                 with contextlib.suppress(ConnectionResetError):
-                    while connection.recv(1 << 16):
-                        pass
+                    while part := connection.recv(1 << 16):
+                        received += part
+                assert time.monotonic() - start < 15
+                assert received.startswith(b"HTTP/1.1 200") == bool(before)
 
 
 def test_a_client_that_reads_nothing_is_closed(monkeypatch):
@@ -189,6 +197,7 @@ def test_a_client_that_reads_nothing_is_closed(monkeypatch):
             connection.sendall(head.encode() + body)
             until(lambda: server.server_state.connections)
             until(lambda: not server.server_state.connections)
+            assert not gate.num_requests
 
 
 def test_a_body_is_limited_in_size(server):

@@ -73,11 +73,12 @@ class Serve:
     def run(self) -> None:
         require_packages()
         from monoblock.serving.app import create_app
-        from monoblock.serving.process import check_host, log_to_stderr, serve
+        from monoblock.serving.process import check_address, log_to_stderr, serve
 
         if not self.model:
             raise ConfigError("serve needs a model; write monoblock serve runs/demo-1")
-        check_host(self.host, has_key_file=self.api_key_file is not None)
+        if not self.dry_run:
+            check_address(self.host, self.port, has_key_file=self.api_key_file is not None)
         keys = [f"mb-{secrets.token_urlsafe(24)}"] if self.api_key_file is None else _read_keys(self.api_key_file)
         options = {"exact": self.exact, "max_rows": self.max_rows, "max_queue": self.max_queue}
         models = load_models(self.model, self.device, self.dtype, self.force, **options)

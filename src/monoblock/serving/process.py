@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import sys
 import time
 from types import FrameType
@@ -73,6 +74,7 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.gate.is_draining:
             self.should_exit = self.force_exit = True
+            logging.getLogger("uvicorn.error").disabled = True  # what is cut off is no error
             return
         self.gate.is_draining = True
         logger.info("shutting down: %d requests go on, new ones are refused", self.gate.num_requests)
@@ -105,10 +107,14 @@ def serve(gate: Gate, host: str, port: int) -> None:
     DrainingServer(configure(gate, host, port), gate).run()
 
 
-def check_host(host: str, *, has_key_file: bool) -> None:
-    """Raise InputError for an address that other machines reach, unless the user has chosen the keys."""
+def check_address(host: str, port: int, *, has_key_file: bool) -> None:
+    """Raise InputError for an address that is in use, or that other machines reach without keys of the user."""
     if host not in LOCAL_HOSTS and not has_key_file:
         raise InputError(f"--host {host} can be reached from other machines; give it keys with --api-key-file FILE")
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as problem:
+        raise InputError(f"port {port} of {host} cannot be used ({problem.strerror}); give another --port") from None
 
 
 class JsonLines(logging.Formatter):
