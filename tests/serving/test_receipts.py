@@ -30,13 +30,15 @@ def test_a_receipt_is_derived_again(body):
 
 
 def test_a_receipt_has_the_edits_of_its_answer():
-    edit = {"names": "decoder.*.attention.heads", "method": "zero", "heads": [0], "positions": None}
+    edit = {"names": "decoder.1.output", "method": "zero", "heads": None, "positions": None}
     body = {"prompt": "In the", "max_tokens": 6, "temperature": 0, "receipt": True, "inspect": {"edits": [edit]}}
     ((status, answer),) = ask(tiny_app(), ("/v1/completions", body))
     assert status == 200
     assert answer["receipt"]["answers"][0]["edits"] == [edit]
     model = ServedModel("tiny", tiny_pipeline())
     assert replay(answer["receipt"], model).is_equal
+    answer["receipt"]["answers"][0]["edits"] = []
+    assert not replay(answer["receipt"], model).is_equal
 
 
 def test_replay_names_what_differs_and_the_first_token():
