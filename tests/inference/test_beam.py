@@ -36,7 +36,7 @@ def begin(*settings):
     """Searches with these settings."""
     searches = BeamSearches(settings[0].num_beams, settings[0].num_beam_groups, CPU)
     for own in settings:
-        searches.add(own, own.max_new_tokens)
+        searches.add([own], [own.max_new_tokens])
     return searches
 
 
@@ -345,7 +345,7 @@ def test_searches_that_come_go_and_are_undone_are_those_of_plain_searches(seed):
             if action < 0.25 and len(plain) < 6:
                 own = random_settings(rng, beams, groups)
                 limit = rng.randint(1, own.max_new_tokens)
-                searches.add(own, limit)
+                searches.add([own], [limit])
                 plain.append(PlainSearch(own, limit))
             elif action < 0.35:
                 kept = rng.sample(range(len(plain)), rng.randint(0, len(plain)))
@@ -446,7 +446,7 @@ def test_ends_are_suppressed_before_the_minimum_length_of_each_search(groups):
         generator = torch.Generator().manual_seed(seed)
         searches = begin(*(replace(own, min_new_tokens=least) for least in minimums))
         searches.advance(torch.randn(9, 7, generator=generator), suppressed=(5,))
-        searches.add(replace(own, min_new_tokens=5), 9)
+        searches.add([replace(own, min_new_tokens=5)], [9])
         while not all(searches.is_done):
             logits = torch.randn(12, 7, generator=generator)
             logits[:, 2] += 2

@@ -70,7 +70,7 @@ class BeamSearches:
     i · num_beams … (i + 1) · num_beams - 1.
 
         searches = BeamSearches(num_beams=4, num_beam_groups=1, device=device)
-        searches.add(settings, max_new_tokens)              # a further search, of settings with these numbers of beams
+        searches.add([settings], [max_new_tokens])          # further searches, of settings with these numbers of beams
         origins = searches.advance(logits)                  # logits (rows, V) after the newest token of each row
         rows = origins + 4 * torch.arange(len(searches))[:, None]     # the row that each row continues
         searches.last_tokens                                # the next input of each row
@@ -99,12 +99,13 @@ class BeamSearches:
     def __len__(self) -> int:
         return len(self.settings)
 
-    def add(self, settings: Settings, max_new_tokens: int, request: Any = None) -> None:
-        """Append a search that ends after `max_new_tokens`, whatever its settings say of them."""
-        self.settings, self.max_new_tokens = (*self.settings, settings), (*self.max_new_tokens, max_new_tokens)
-        self.requests, self.options = (*self.requests, request), None
-        self.lengths, self.is_done = [*self.lengths, 0], [*self.is_done, False]
-        self.last_tokens = [*self.last_tokens, *[0] * self.num_beams]
+    def add(self, settings: Sequence[Settings], max_new_tokens: Sequence[int], requests: Sequence[Any] = ()) -> None:
+        """Append searches that end after these numbers of tokens, whatever their settings say of them."""
+        count = len(settings)
+        self.settings, self.max_new_tokens = (*self.settings, *settings), (*self.max_new_tokens, *max_new_tokens)
+        self.requests, self.options = (*self.requests, *(requests or [None] * count)), None
+        self.lengths, self.is_done = [*self.lengths, *[0] * count], [*self.is_done, *[False] * count]
+        self.last_tokens = [*self.last_tokens, *[0] * (count * self.num_beams)]
 
     def keep(self, indices: Sequence[int]) -> None:
         """Keep only the searches with these indices, in this order."""

@@ -536,7 +536,7 @@ class Engine:
             else:
                 searches = BeamSearches(*shape, self.limits.device)
                 self.beams.append(searches)
-            searches.add(request.settings, request.token_budget, request)
+            searches.add([request.settings], [request.token_budget], [request])
         for searches in list(self.beams):
             is_ready = [request in requests for request in searches.requests]
             if not any(is_ready):

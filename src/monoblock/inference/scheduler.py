@@ -17,6 +17,7 @@ import operator
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -304,13 +305,17 @@ class Request:
         self.limit_reason = limit_reason  # the finish reason of a sequence that reaches the budget
         streams = enumerate(random_streams(settings))
         self.rows = [Row(self, index, list(prompt.ids), random_stream=stream) for index, stream in streams]
-        self.root_digest = _digest([repr(part).encode() for part in (*root, prompt.source)])
+        self.root = root
         self.source_number: int | None = None  # of its row in the pages of sources
         self.is_encoded = False  # whether its source has been encoded
         self.is_started = False  # whether its prompt has been run: all its rows have tokens of their own
         self.prompt_scores: list[TokenScores] = []
         self.search_shape: object = None  # of a beam search that a GPU may run in recorded steps, see cuda_search.py
         self.proposer: Any = None  # a `Proposer`, if there is one for this request
+
+    @cached_property
+    def root_digest(self) -> bytes:
+        return _digest([repr(part).encode() for part in (*self.root, self.prompt.source)])
 
     def restart(self) -> None:
         """Return to the state of a request that waits and has not begun."""

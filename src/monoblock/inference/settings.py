@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from math import gcd
 from typing import Any, Literal
 
@@ -162,12 +163,16 @@ class Settings:
         """Raise InputError if an option contains a token id outside a vocabulary of this size."""
         if len(set(self.suppress_tokens)) >= size:
             raise InputError("suppress_tokens contains the whole vocabulary, so that no token is left; leave some out")
+        for name, token in self._largest_tokens.items():
+            if token >= size:
+                raise InputError(f"{name} contains token id {token}, but the vocabulary ends at {size - 1}")
+
+    @cached_property
+    def _largest_tokens(self) -> dict[str, int]:
+        """The largest token id of each option that has one."""
         options: dict[str, Collection[int]] = {name: _several(getattr(self, name)) for name in TOKEN_OPTIONS}
         options |= {"bad_words_ids": [token for word in self.bad_words_ids for token in word]}
-        for name, tokens in (options | {"logit_bias": self.logit_bias}).items():
-            wrong = next((token for token in tokens if token >= size), None)
-            if wrong is not None:
-                raise InputError(f"{name} contains token id {wrong}, but the vocabulary ends at {size - 1}")
+        return {name: max(tokens) for name, tokens in (options | {"logit_bias": self.logit_bias}).items() if tokens}
 
 
 TOKEN_OPTIONS = (

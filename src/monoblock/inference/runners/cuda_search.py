@@ -261,8 +261,7 @@ class RecordedSearches:
 
     def _begin(self, requests: Sequence[Request]) -> RecordedSearch:
         searches = BeamSearches(requests[0].settings.num_beams, 1, self.model.device)
-        for request in requests:
-            searches.add(request.settings, request.token_budget)
+        searches.add([request.settings for request in requests], [request.token_budget for request in requests])
         key = BufferKey.for_batch([request.prompt for request in requests], searches)
         buffers = next((one for one in self.idle if one.key == key), None)
         if buffers is None:
