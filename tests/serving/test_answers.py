@@ -265,6 +265,17 @@ def test_the_list_of_models_says_what_each_answers(client):
     assert client.models.retrieve("tiny").id == "tiny"
 
 
+def test_the_usage_counts_the_tokens_of_prompts_that_were_found_in_pages(client, pipe):
+    prompt = "the earth and the heaven " * 9
+    shapes = {"seed": 1}, {"n": 2, "temperature": 0}, {"extra_body": {"num_beams": 2}}, {"prompt": [prompt, prompt]}
+    answers = [
+        client.completions.create(**{"model": "tiny", "prompt": prompt, "max_tokens": 2, **shape}) for shape in shapes
+    ]
+    full = (len(pipe.tokenizer.encode(prompt)) - 1) // 16 * 16
+    assert full > 16
+    assert [one.usage.prompt_tokens_details.cached_tokens for one in answers] == [0, full, full, 2 * full]
+
+
 def test_answers_that_wait_are_cancelled_with_their_timeout(client):
     with pytest.raises(openai.APIStatusError) as caught:
         client.completions.create(model="tiny", prompt=PROMPT, max_tokens=70, extra_body={"timeout": 0.001})

@@ -119,6 +119,9 @@ def test_an_address_in_use_is_one_line():
         ({**COMPLETION, "inspect": {"attention": [[0, 0], [0, 0]]}}, "twice"),
         ({**COMPLETION, "max_completion_tokens": 3}, "max_completion_tokens"),
         ({**COMPLETION, "structured_outputs": {"regex": ""}}, "empty text"),
+        ({**COMPLETION, "structured_outputs": {}}, "structured_outputs has no constraint"),
+        ({**COMPLETION, "length_penalty": 2.0}, "length_penalty=2.0 ranks the hypotheses of a beam search"),
+        ({**COMPLETION, "early_stopping": True, "temperature": 0}, "early_stopping=True ranks"),
         ({**COMPLETION, "structured_outputs": {"regex": "\\"}}, "regex"),
         ({**COMPLETION, "receipt": True, "structured_outputs": {"choice": ["a"]}}, "receipt"),
     ],
@@ -216,6 +219,15 @@ def test_a_full_queue_is_refused_at_once_and_the_others_are_answered():
     assert statuses == [200] * 5 + [429] * 7
     refused = next(body for status, body in answers if status == 429)
     assert refused["error"]["code"] == "queue_full"
+
+
+def test_more_prompts_than_a_server_takes_are_wrong_and_those_it_has_no_room_for_now_come_later():
+    gate = create_app([ServedModel("tiny", tiny_pipeline(), max_rows=2, max_queue=3)], [KEY])
+    bodies = [{"prompt": ["a"] * count, "max_tokens": 30} for count in (6, 3, 3)]
+    (wrong, error), *fitting = ask(gate, *(("/v1/completions", body) for body in bodies))
+    assert wrong == 400
+    assert "send at most 5" in error["error"]["message"]
+    assert sorted(status for status, _ in fitting) == [200, 429]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -19,7 +19,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -502,15 +502,15 @@ class Engine:
                     break
         row.tokens += new
         row.finish_reason = reason
-        prompt_scores = tuple(request.prompt_scores) if is_first else ()
+        about = _about_prompt(request) if is_first else {}
         return RequestOutput(
             request.id,
             row.index,
             tuple(new),
             reason,
             scores=tuple(scores[: len(new)]),
-            prompt_scores=prompt_scores,
             captured=captured,
+            **about,
         )
 
     def _begin(self, request: Request) -> None:
@@ -645,4 +645,9 @@ def _beam_outputs(request: Request, hypotheses: Sequence[BeamHypothesis]) -> lis
         outputs.append(RequestOutput(request.id, index, tuple(tokens), reason, score))
     missing = range(len(outputs), request.settings.num_return_sequences)
     outputs += [RequestOutput(request.id, index, (), "no_hypothesis") for index in missing]
-    return [outputs[0]._replace(prompt_scores=tuple(request.prompt_scores)), *outputs[1:]]
+    return [outputs[0]._replace(**_about_prompt(request)), *outputs[1:]]
+
+
+def _about_prompt(request: Request) -> dict[str, Any]:
+    """Return what the first output of a request says of its prompt."""
+    return {"prompt_scores": tuple(request.prompt_scores), "num_cached": request.num_cached}

@@ -187,6 +187,7 @@ class RequestOutput(NamedTuple):
     error: Exception | None = None  # what ended the request, if finish_reason is "error"
     scores: tuple[TokenScores, ...] = ()  # of each new token, if Settings.logprobs asks for them
     prompt_scores: tuple[TokenScores, ...] = ()  # of the prompt after its first token, in the first output
+    num_cached: int = 0  # tokens of the prompt that were found in pages, in the first output
     captured: dict[str, Tensor] | None = None  # activations by name, over the tokens run since the last output
 
 
@@ -310,6 +311,7 @@ class Request:
         self.is_encoded = False  # whether its source has been encoded
         self.is_started = False  # whether its prompt has been run: all its rows have tokens of their own
         self.prompt_scores: list[TokenScores] = []
+        self.num_cached = 0  # tokens of the prompt that were found in pages
         self.search_shape: object = None  # of a beam search that a GPU may run in recorded steps, see cuda_search.py
         self.proposer: Any = None  # a `Proposer`, if there is one for this request
 
@@ -504,6 +506,8 @@ class Scheduler:
         for row, prefix in zip(rows, found, strict=True):
             row.number = self.pages.add_row(prefix)
             self.num_prefix_tokens += len(prefix) * PAGE_SIZE
+        if not request.is_started:
+            request.num_cached = len(found[0]) * PAGE_SIZE
         if request.prompt.source is not None:
             request.source_number = self.sources.add_row()
             self.sources.reserve([request.source_number], [len(request.prompt.source)])

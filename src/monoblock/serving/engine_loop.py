@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from monoblock.errors import MonoblockError
+from monoblock.errors import InputError, MonoblockError
 from monoblock.inference.engine import Engine
 from monoblock.inference.scheduler import Edit, Prompt, RequestOutput
 from monoblock.inference.settings import Settings
@@ -110,12 +110,15 @@ class EngineLoop:
             self.num_open -= 1
             self._commands.put(lambda: self._cancel(ticket))
 
-    def check_room(self) -> None:
-        """Raise QueueFull or Draining if no further request is taken."""
+    def check_room(self, count: int = 1) -> None:
+        """Raise QueueFull or Draining if so many further requests are not taken now, InputError if they never are."""
+        most = self.engine.max_rows + self.max_queue
+        if count > most:
+            raise InputError(f"{count} texts are more than this server takes at a time; send at most {most}")
         if self.is_draining:
             raise Draining("the server is shutting down; send the request to another one, or later")
-        if self.num_open >= self.engine.max_rows + self.max_queue:
-            raise QueueFull(f"{self.num_open} requests are running or waiting, as many as this server takes; try again")
+        if self.num_open + count > most:
+            raise QueueFull(f"{self.num_open} requests are running or waiting, and this server takes {most}; try again")
 
     async def _outputs(self, ticket: _Ticket, count: int) -> AsyncGenerator[RequestOutput, None]:
         while count:

@@ -51,6 +51,7 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     scores: list[TokenScores] = field(default_factory=list)
     prompt_scores: list[TokenScores] = field(default_factory=list)
+    num_cached: int = 0
     finish_reason: str | None = None
     seen: list[dict[str, Any]] = field(default_factory=list)  # for each token, if the request looks inside
 
@@ -88,6 +89,7 @@ class Answer:
                 choice.tokens += piece.tokens
                 choice.scores += piece.scores
                 choice.prompt_scores += piece.prompt_scores
+                choice.num_cached += piece.num_cached
                 choice.finish_reason = piece.finish_reason
                 choice.seen += [] if piece.seen is None else [piece.seen]
                 self.clock.tick(len(piece.tokens))
@@ -99,7 +101,13 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         prompt = sum(len(job.prompt.source or job.prompt.ids) for job in self.jobs)
         completion = sum(len(choice.tokens) for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        cached = sum(choice.num_cached for choice in self.choices[:: self.num_choices])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model.name}
@@ -161,6 +169,7 @@ async def completions(request: Request, body: CompletionBody) -> Response | dict
     prompts = [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else list(body.prompt)
     if len(prompts) > MAX_PROMPTS:
         raise InputError(f"prompt has {len(prompts)} texts; send at most {MAX_PROMPTS} in a request")
+    model.loop.check_room(len(prompts))
     encoded = await asyncio.to_thread(lambda: [model.encode(prompt) for prompt in prompts])
     extra = {} if body.logprobs is None else {"logprobs": body.logprobs, "score_prompt": body.echo}
     jobs = await asyncio.to_thread(lambda: model.jobs(body, encoded, extra=extra, salt=request.state.salt))
@@ -349,7 +358,7 @@ def _response(answer: Answer, status: str | None = None) -> dict[str, Any]:
     status = status or ("incomplete" if is_cut else "completed")
     usage = answer.usage()
     counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+    details = {"input_tokens_details": usage["prompt_tokens_details"], "output_tokens_details": {"reasoning_tokens": 0}}
     return {
         "id": answer.id,
         "object": "response",

@@ -70,12 +70,11 @@ async def translate(request: Request, body: TranslateBody) -> Response | dict[st
     """Translate texts, with beam search as the model's folder says; the n best of each, and which words are which."""
     model: ServedModel = request.app.state.server.model(body.model, "translate")
     texts = _texts(body.input)
+    model.loop.check_room(len(texts))
     beams = max(body.num_beams or model.pipe.defaults.options.get("num_beams", 1), body.n_best)
-    options = {"num_beams": beams, "num_return_sequences": body.n_best, "temperature": 0.0}
-    if body.length_penalty is not None:
-        options["length_penalty"] = body.length_penalty
-    if body.max_tokens is not None:
-        options["max_new_tokens"] = body.max_tokens
+    given = {"length_penalty": body.length_penalty, "max_new_tokens": body.max_tokens}
+    options = {name: value for name, value in given.items() if value is not None}
+    options |= {"num_return_sequences": body.n_best, "temperature": 0.0} | ({"num_beams": beams} if beams > 1 else {})
     plain = DecodingBody(model=body.model)
 
     async def one(text: str) -> list[dict[str, Any]]:

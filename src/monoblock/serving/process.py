@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
@@ -103,7 +104,12 @@ def configure(gate: Gate, host: str, port: int) -> uvicorn.Config:
 
 
 def serve(gate: Gate, host: str, port: int) -> None:
-    """Serve until a signal; return when what had begun is answered."""
+    """Serve until a signal; return when what had begun is answered.
+
+    What is there before is never garbage: looking through it takes 280 ms, in which nothing is answered.
+    """
+    gc.collect()
+    gc.freeze()
     DrainingServer(configure(gate, host, port), gate).run()
 
 

@@ -152,7 +152,10 @@ class DecodingBody(Body):
         if self.structured_outputs is not None:
             said = self.structured_outputs
             kinds = {"json": said.json_, "regex": said.regex, "choice": said.choice, "grammar": said.grammar}
-            found += [(kind, value) for kind, value in kinds.items() if value is not None]
+            written = [(kind, value) for kind, value in kinds.items() if value is not None]
+            if not written:
+                raise InputError(f"structured_outputs has no constraint; write one of {', '.join(kinds)}")
+            found += written
         if len(found) > 1:
             raise InputError(f"{' and '.join(kind for kind, _ in found)} constrain the same text; write one of them")
         return found[0] if found else None

@@ -18,7 +18,7 @@ from monoblock.inference.engine import Engine
 from monoblock.inference.optimized import optimize
 from monoblock.inference.pages import default_max_rows
 from monoblock.inference.scheduler import Prompt, TokenScores
-from monoblock.inference.settings import Settings
+from monoblock.inference.settings import Settings, check_effects
 from monoblock.inference.streaming_text import StreamingText
 from monoblock.inference.supported_models import reason_not_to_optimize
 from monoblock.model import Transformer
@@ -52,6 +52,7 @@ class Piece:
     tokens: tuple[int, ...] = ()
     scores: tuple[TokenScores, ...] = ()
     prompt_scores: tuple[TokenScores, ...] = ()
+    num_cached: int = 0  # tokens of the prompt that were found in pages
     finish_reason: str | None = None
     score: float | None = None  # of a beam search
     seen: dict[str, Any] | None = None  # what an inspection has shown when the token was chosen
@@ -192,23 +193,21 @@ class ServedModel:
                 f"this prompt has {len(prompt.ids)} tokens, but the context of {self.name} has room for "
                 f"{self.loop.engine.capacity}, those of the answer included; shorten it"
             )
-        options = {**CREATIVE, **self.pipe.defaults.options, "num_return_sequences": 1, **body.options()}
-        if "num_beams" not in body.options():
+        said = {**body.options(), **(extra or {})}
+        options = {**CREATIVE, **self.pipe.defaults.options, "num_return_sequences": 1, **said}
+        if "num_beams" not in said:
             options["num_beams"] = 1
-        elif options["num_beams"] > 1 and body.temperature is None:
+        elif options["num_beams"] > 1 and "temperature" not in said:
             options["temperature"] = 0.0
         options.setdefault("max_new_tokens", room)
         if self.pipe.tokenizer.eos_id is not None:
             options.setdefault("eos_token_id", (self.pipe.tokenizer.eos_id,))
         options["max_new_tokens"] = min(options["max_new_tokens"], room)
-        options |= extra or {}
         copies = 1
         if options["temperature"] < LEAST_TEMPERATURE:
             options["temperature"] = 0.0
         if not options["temperature"] and options["num_beams"] == 1:
             copies, options["num_return_sequences"] = options["num_return_sequences"], 1
-            for name in ("top_k", "top_p", "min_p", "typical_p"):  # they have no effect on the most probable token
-                options.pop(name, None)
         options["num_beams"] = max(options["num_beams"], 1)
         known = {name: value for name, value in options.items() if name in Settings.__dataclass_fields__}
         if constraint is not None:
@@ -226,7 +225,9 @@ class ServedModel:
                     f"inspect.attention may return {numbers:,} numbers, and at most {MAX_NUMBERS:,} are; "
                     "ask for fewer heads or tokens"
                 )
-        return Job(prompt, Settings(**known), copies, **more)
+        settings = Settings(**known)
+        check_effects(settings, said)
+        return Job(prompt, settings, copies, **more)
 
     # -- texts ----------------------------------------------------------------------------------------------------
 
@@ -252,6 +253,7 @@ class ServedModel:
                     output.tokens,
                     output.scores,
                     output.prompt_scores,
+                    output.num_cached,
                     "length" if reason == "context" else reason,
                     output.score,
                 )
@@ -271,7 +273,7 @@ class ServedModel:
 class _NoEngine:
     """Stands where a model decodes nothing: its thread only runs what is called between steps."""
 
-    busy, max_rows = False, 0
+    busy, max_rows = False, 1
 
 
 async def merge(sources: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
