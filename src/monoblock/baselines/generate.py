@@ -168,8 +168,8 @@ class Decoder:
         self.searches = None
         if settings.num_beams > 1:
             self.searches = BeamSearches(settings.num_beams, settings.num_beam_groups, self.device)
-            for request in new:
-                self.searches.add(request.settings, request.settings.max_new_tokens)
+            options = [request.settings for request in new]
+            self.searches.add(options, [own.max_new_tokens for own in options])
         prompts = [request.prompt for request in new]
         logits = [member.start(prompts, settings.rows_per_prompt) for member in self.members]
         if any(one.isnan().any() for one in logits):

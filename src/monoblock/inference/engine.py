@@ -402,7 +402,7 @@ class Engine:
         self, passes: Sequence[RowPass], result: RunResult, proposed: Mapping[Row, list[int]]
     ) -> list[RequestOutput]:
         """Choose the next tokens of the rows whose logits are there, and return them."""
-        logits, failed = result.logits, dict[Request, Exception]()
+        logits, failed, begun = result.logits, dict[Request, Exception](), dict[Request, int]()
         place: dict[Row, int] = {}  # of the logits after the newest token of a row
         end = 0  # of the logits of a pass
         for one in passes:
@@ -416,9 +416,11 @@ class Engine:
                 continue
             place[one.row] = first
             if not request.is_started:
-                if bool(logits[first].isnan().any()):
-                    failed[request] = InputError(NAN_LOGITS)
+                begun[request] = first
                 place |= dict.fromkeys(request.rows, first)
+        if begun:
+            is_damaged = _take_rows(logits, list(begun.values())).isnan().any(-1).tolist()
+            failed = {one: InputError(NAN_LOGITS) for one, damaged in zip(begun, is_damaged, strict=True) if damaged}
         rows = [row for row in place if row.request not in failed]
         searching = [row.request for row in rows if row.request.is_beam_search]
         tokens, scored = dict[Row, list[int]](), dict[Row, list[TokenScores]]()

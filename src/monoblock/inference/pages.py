@@ -30,6 +30,7 @@ from monoblock.nn.transformer import Transformer
 
 MAX_CPU_BYTES = 8 << 30  # of the key/value cache
 CPU_ROWS = 512  # each beam counts as one
+FIRST_ROWS = 64  # that the bookkeeping has room for at first
 MAX_GPU_ROWS = 2560  # of a small model, the fastest measured on an H200 with 5 beams; fewer leave the GPU idle
 MEMORY_SHARE = 0.4  # of the free memory of the GPU, for caches and logits
 GONE = object()
@@ -53,10 +54,11 @@ class Pages:
     def __init__(self, count: int, max_rows: int) -> None:
         self.count, self.max_rows = count, max_rows
         # These grow with the rows and the pages that have been in use at the same time.
-        self.tables = np.zeros((1, 4), dtype=np.int32)
-        self.num_pages = np.zeros(1, dtype=np.int64)  # of each row
-        self.lengths = np.zeros(1, dtype=np.int64)  # tokens stored in each row
-        self.room = np.zeros(1, dtype=np.int64)  # a row that stays below this length needs no page and no copy
+        rows = min(max_rows, FIRST_ROWS)
+        self.tables = np.zeros((rows, 4), dtype=np.int32)
+        self.num_pages = np.zeros(rows, dtype=np.int64)  # of each row
+        self.lengths = np.zeros(rows, dtype=np.int64)  # tokens stored in each row
+        self.room = np.zeros(rows, dtype=np.int64)  # a row that stays below this length needs no page and no copy
         self.users = np.zeros(1, dtype=np.int32)  # how many rows have each page
         self.used_rows, self.used = 0, 1  # rows and pages with lower numbers have been in use
         self.free: list[int] = []  # of these pages

@@ -158,8 +158,8 @@ def check_prompt(prompt: Prompt, limits: ModelLimits, capacity: int) -> None:
 
 
 def _check_ids(ids: tuple[int, ...], vocab_size: int, name: str) -> None:
-    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise InputError(
             f"token id {show(wrong)} is outside the vocabulary of {vocab_size} tokens; "
             f"encode the {name} with the tokenizer of this model"
@@ -474,6 +474,7 @@ class Scheduler:
         index, awaited = 0, self.searching[0].search_shape if self.searching else None
         shape = awaited
         rows = sum(len(one.rows) for one in (*self.running, *self.searching))
+        spare = self._num_running_rows() if self.waiting else 0  # each may soon need a page
         while index < len(self.waiting):
             request = self.waiting[index]
             is_recorded = request.search_shape is not None
@@ -485,21 +486,27 @@ class Scheduler:
             if fits and is_recorded and shape in (None, request.search_shape):
                 self.searching.append(self.waiting.pop(index))
                 shape, rows = request.search_shape, rows + len(request.rows)
-            elif fits and self._place(request):
+            elif fits and self._place(request, spare):
                 self.running.append(self.waiting.pop(index))
-                rows += len(request.rows)
+                rows, spare = rows + len(request.rows), spare + len(request.running_rows)
             elif any(one.settings.priority < request.settings.priority for one in holders):
                 rows -= len(self._preempt(holders).rows)
+                spare = self._num_running_rows()
             else:
                 return
 
-    def _place(self, request: Request) -> bool:
-        """Give rows to a request, with the prefixes that are there already; return whether its pages fit."""
+    def _num_running_rows(self) -> int:
+        return sum(len(one.running_rows) for one in self.running)
+
+    def _place(self, request: Request, spare: int) -> bool:
+        """Give rows to a request, with the prefixes that are there already; return whether its pages fit.
+
+        They fit if `spare` pages are left.
+        """
         rows = request.running_rows if request.is_started else request.rows[:1]
         found = [self._find_prefix(row) for row in rows]
         idle = sum(page in self.pages.idle for page in {page for prefix in found for page in prefix})
         needed = sum(pages_of(len(row.tokens) + 1) - len(prefix) for row, prefix in zip(rows, found, strict=True))
-        spare = sum(len(one.running_rows) for one in self.running)  # each may soon need a page
         source = pages_of(len(request.prompt.source or ()))
         if needed + spare > self.pages.num_free - idle or source > self.sources.num_free:
             return False

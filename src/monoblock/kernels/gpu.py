@@ -20,7 +20,7 @@ MAX_SMALL_WEIGHT = 1 << 22  # elements of a weight that `linear` multiplies by s
 COLUMN_MULTIPLE = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTIZED_BLOCK = 32  # elements of a vector that share a scale
-TARGET_PROGRAMS = 264  # two for each multiprocessor of an H200: fewer leave some idle
+TARGET_PROGRAMS = 528  # four for each multiprocessor of an H200: fewer leave some idle
 
 
 def assume_constant_result(function: Callable[..., bool]) -> Callable[..., bool]:
