@@ -10,8 +10,8 @@ import torch
 import monoblock as mb
 from monoblock.runs.pipeline import Pipeline
 from monoblock.serving.app import create_app
-from monoblock.serving.batch import post
 from monoblock.serving.process import DrainingServer, configure
+from monoblock.serving.replica import post
 from monoblock.serving.served_model import ServedModel
 
 KEY = "a-key-for-the-tests"

@@ -320,7 +320,7 @@ def test_a_tiny_temperature_is_greedy(client):
 def test_pages_are_free_when_all_is_answered():
     async def main():
         gate = tiny_app()
-        from monoblock.serving.batch import post
+        from monoblock.serving.replica import post
 
         async with gate.lifespan():
             requests = [{"model": "tiny", "prompt": f"{PROMPT} {n}", "max_tokens": 5, "n": 2} for n in range(9)]

@@ -276,7 +276,7 @@ def test_two_keys_share_no_prefixes():
     body = {"model": "tiny", "prompt": "In the beginning God created the heaven " * 3, "max_tokens": 2}
 
     async def main():
-        from monoblock.serving.batch import post
+        from monoblock.serving.replica import post
 
         found = []
         async with gate.lifespan():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from monoblock.cli.machine import usable_cores
 from monoblock.cli.output import ProgressBar, echo, format_bytes, format_count, print_table, report
-from monoblock.cli.verb import REQUIRED, argument, json_option, option
+from monoblock.cli.verb import REQUIRED, argument, json_option, option, ray_option
 from monoblock.errors import ConfigError, FileError
 from monoblock.untrusted_files import bounded_lines, open_regular, standard_input
 
@@ -54,11 +54,13 @@ class PrepareData:
     )
     shard_tokens: int = option("Number of tokens in a file.", 2**27, least=1)
     jobs: int | None = option("Number of processes.  [default: the number of cores]", least=1)
+    ray: str | None = ray_option()
     as_json: bool = json_option()
 
     def run(self) -> None:
         if self.tokenizer is not None and (self.kind is not None or self.vocab is not None):
             raise ConfigError("--kind and --vocab are for a new tokenizer; leave them out, or leave out --tokenizer")
+        from monoblock.cli.ray_cluster import connect
         from monoblock.data.prepare import TokenizerPlan, prepare_tokens
         from monoblock.data.token_folder import is_token_folder
         from monoblock.tokenizers.tokenizer import Tokenizer
@@ -73,12 +75,13 @@ class PrepareData:
             if done:
                 echo(f"{self.out} is not complete; continuing after {format_bytes(done)}", err=True)
 
-        with bar:
+        with connect(self.ray) as cluster, bar:
             result = prepare_tokens(
                 self.text,
                 self.out,
                 tokenizer=TokenizerPlan(loaded, self.kind or "bpe", self.vocab or 8192),
-                jobs=self.jobs or usable_cores(),
+                jobs=self.jobs or (usable_cores() if cluster is None else cluster.num_cores),
+                workers=None if cluster is None else cluster.encoders,
                 documents=self.documents,
                 validation=self.validation,
                 shard_tokens=self.shard_tokens,

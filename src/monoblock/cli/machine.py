@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monoblock import __version__
-from monoblock.cli.model_options import choose_device, choose_dtype, device_option, dtype_option, resolve_device
+from monoblock.cli.model_options import device_option, dtype_option
 from monoblock.cli.output import echo, format_bytes, print_table, report
 from monoblock.cli.verb import argument, json_option, option
 from monoblock.errors import ConfigError, FileError, did_you_mean, with_article
@@ -80,6 +80,7 @@ class Bench:
         if self.out is not None:
             _check_writable(self.out)
         from monoblock.bench.suite import COLUMNS, Options, describe, format_markdown, measure_all, table_cells
+        from monoblock.runs.device import resolve_device
 
         device, torch_dtype = resolve_device(self.device, self.dtype)
         result = measure_all(
@@ -152,6 +153,7 @@ def _load_model(
 
     from monoblock.config.presets import PRESETS, preset
     from monoblock.model import Transformer
+    from monoblock.runs.device import resolve_device
 
     device, torch_dtype = resolve_device(device, dtype)
     if Path(what).exists():
@@ -216,6 +218,8 @@ class Env:
 
     def run(self) -> None:
         import torch
+
+        from monoblock.runs.device import choose_device, choose_dtype
 
         device = choose_device()
         environment = {

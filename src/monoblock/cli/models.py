@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from monoblock.cli.account import apply_overrides
-from monoblock.cli.model_options import device_option, resolve_device
+from monoblock.cli.model_options import device_option
 from monoblock.cli.output import ProgressBar, dump_json, echo, format_bytes, print_table, report, suggest_next
 from monoblock.cli.verb import (
     REQUIRED,
@@ -219,6 +219,7 @@ class Prune:
             raise ConfigError("give either --remove N or --keep F, as in --keep 0.5")
         check_empty(self.out)
         from monoblock.interop.model_folder import resolve_model_path
+        from monoblock.runs.device import resolve_device
         from monoblock.runs.prune import prune_model
 
         with ProgressBar("passes") as progress:

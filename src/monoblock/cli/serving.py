@@ -6,17 +6,19 @@ import asyncio
 import secrets
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monoblock.cli.model_options import ModelVerb, device_option, dtype_option
 from monoblock.cli.output import ProgressBar, echo, format_bytes, print_json, print_table
-from monoblock.cli.verb import REQUIRED, argument, json_option, option
+from monoblock.cli.verb import REQUIRED, argument, json_option, option, ray_option
 from monoblock.errors import ConfigError, FileError
 from monoblock.untrusted_files import read_json
 
 if TYPE_CHECKING:
+    from monoblock.runs.pipeline import Pipeline
     from monoblock.serving.served_model import ServedModel
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra [serve]
@@ -35,17 +37,12 @@ def load_models(
 ) -> list[ServedModel]:
     """Load models under the names of their folders; MODEL=NAME gives another name."""
     require_packages()
-    from monoblock.serving.served_model import ServedModel
+    from monoblock.serving import served_model
 
-    served: list[ServedModel] = []
-    for given in models:
-        folder, _, name = given.partition("=")
-        name = name or Path(folder).name
-        if name in {one.name for one in served}:
-            raise ConfigError(f"two models are called {name}; write {given}=NAME to give this one another name")
-        pipe = ModelVerb(model=folder, device=device, dtype=dtype, force=force).load()
-        served.append(ServedModel(name, pipe, **options))
-    return served
+    def load(folder: str) -> Pipeline:
+        return ModelVerb(model=folder, device=device, dtype=dtype, force=force).load()
+
+    return served_model.load_models(models, load, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +71,13 @@ class Serve:
         require_packages()
         from monoblock.serving.app import create_app
         from monoblock.serving.process import check_address, log_to_stderr, serve
+        from monoblock.serving.security import read_keys
 
         if not self.model:
             raise ConfigError("serve needs a model; write monoblock serve runs/demo-1")
         if not self.dry_run:
             check_address(self.host, self.port, has_key_file=self.api_key_file is not None)
-        keys = [f"mb-{secrets.token_urlsafe(24)}"] if self.api_key_file is None else _read_keys(self.api_key_file)
+        keys = [f"mb-{secrets.token_urlsafe(24)}"] if self.api_key_file is None else read_keys(self.api_key_file)
         options = {"exact": self.exact, "max_rows": self.max_rows, "max_queue": self.max_queue}
         models = load_models(self.model, self.device, self.dtype, self.force, **options)
         if self.dry_run:
@@ -100,13 +98,6 @@ class Serve:
         sys.stderr.flush()
         log_to_stderr()
         serve(create_app(models, keys, (self.host, *self.allow_host)), self.host, self.port)
-
-
-def _read_keys(path: Path) -> list[str]:
-    keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not keys or min(map(len, keys)) < 16:
-        raise FileError(f"{path} has no key, or one of fewer than 16 characters; write one long random key per line")
-    return keys
 
 
 def _describe(model: ServedModel) -> dict[str, Any]:
@@ -152,6 +143,12 @@ class Batch:
     out: Path = option("File for the results.", REQUIRED, path="file")
     exact: bool = option("Compute every answer bit for bit as if its request were alone; slower.", False)
     max_rows: int | None = option("Decode at most N sequences at a time.  [default: as many as suit memory]", least=1)
+    ray: str | None = ray_option()
+    workers: int | None = option(
+        "Number of processes with the model.  [default: one for each GPU or, without GPUs, machine]",
+        least=1,
+        needs=("ray",),
+    )
     device: str | None = device_option()
     dtype: str | None = dtype_option()
     force: bool = option("Load the tokenizer of a published model even if it seems to belong to another one.", False)
@@ -159,20 +156,27 @@ class Batch:
     def run(self) -> int | None:
         if not self.model:
             raise ConfigError("batch needs a model; write --model runs/demo-1")
-        options = {"exact": self.exact, "max_rows": self.max_rows}
-        models = load_models(self.model, self.device, self.dtype, self.force, **options)
-        from monoblock.serving.app import create_app
-        from monoblock.serving.batch import answer_all, read_finished, read_requests
+        require_packages()
+        from monoblock.cli.ray_cluster import RemoteReplicas, connect
+        from monoblock.serving.batch import Answerer, answer_all, read_finished, read_requests
+        from monoblock.serving.replica import Replica
 
-        finished, key = read_finished(self.out), secrets.token_urlsafe()
+        finished = read_finished(self.out)
         total = sum(1 for _ in read_requests(self.file))
         left = (request for request in read_requests(self.file) if request["custom_id"] not in finished)
         if finished:
             echo(f"{len(finished)} of {total} requests are answered already", err=True)
-        rows = max([model.loop.engine.max_rows for model in models] + [16])
-        gate = create_app(models, [key])
-        with self.out.open("ab") as out, ProgressBar("requests", total, len(finished)) as progress:
-            answered, failed = asyncio.run(answer_all(gate, key, left, out, at_once=rows + 32, progress=progress))
+        options = {"exact": self.exact, "max_rows": self.max_rows}
+        load = partial(load_models, self.model, self.device, self.dtype, self.force, **options)
+        with (
+            connect(self.ray) as cluster,
+            self.out.open("ab") as out,
+            ProgressBar("requests", total, len(finished)) as progress,
+        ):
+            answerer: Answerer = Replica(load, [secrets.token_urlsafe()])
+            if cluster is not None:
+                answerer = RemoteReplicas(cluster, load, *cluster.share(self.workers, use_gpus=self.device != "cpu"))
+            answered, failed = asyncio.run(answer_all(answerer, left, out, progress))
         echo(f"Answered {answered} requests, {failed} with an error. Results: {self.out}", err=True)
         return 1 if failed or any(finished.values()) else None
 

@@ -200,6 +200,11 @@ def data_folder_option() -> Any:
     )
 
 
+def ray_option() -> Any:
+    about = "Work on the Ray cluster at HOST:PORT, on that of this machine (auto), or on a new one here (local)."
+    return option(about, metavar="ADDRESS")
+
+
 def resolve_data_folder(folder: Path | None) -> Path | None:
     """Return the folder given by --data, or else the one in $MONOBLOCK_DATA."""
     default = os.environ.get("MONOBLOCK_DATA")

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -126,6 +126,7 @@ def prepare_tokens(
     validation: float = 0.0,
     documents: DocumentUnit = "file",
     jobs: int = 1,
+    workers: Workers | None = None,
     part_bytes: int = PART_BYTES,
     on_start: Callable[[int | None, int], object] = lambda total, done: None,
     on_progress: Callable[[int], object] = lambda count: None,
@@ -138,6 +139,7 @@ def prepare_tokens(
     validation: the share of the documents, or of pieces of running text, that is held out for validation.
     documents: whether a text file is one document, or each of its lines is.
     jobs: the number of processes; the result does not depend on it.
+    workers: what encodes the parts, if it is not processes of this machine.
     part_bytes: the size of the parts in which the text is encoded.
     on_start: called with the number of bytes of all texts (None if it is unknown) and of those that are written.
     on_progress: called with the number of bytes that were just written.
@@ -167,7 +169,7 @@ def prepare_tokens(
             progress = _begin(folder, settings, plan, sources)
             sizes = [source.bytes for source in sources if is_seekable(source)]
             on_start(sum(map(int, filter(None, sizes))) if len(sizes) == len(sources) else None, progress.bytes)
-            manifest = _encode_and_write(folder, settings, progress, jobs, on_progress)
+            manifest = _encode_and_write(folder, settings, progress, jobs, workers or processes, on_progress)
             return Preparation(manifest, progress.bytes)
     except OSError as problem:
         raise FileError(f"{problem.filename or folder} cannot be written: {problem.strerror or problem}") from None
@@ -196,7 +198,12 @@ def _finish(folder: Path, manifest: ShardManifest) -> None:
 
 
 def _encode_and_write(
-    folder: Path, settings: PreparationSettings, progress: Progress, jobs: int, on_progress: Callable[[int], object]
+    folder: Path,
+    settings: PreparationSettings,
+    progress: Progress,
+    jobs: int,
+    workers: Workers,
+    on_progress: Callable[[int], object],
 ) -> ShardManifest:
     tokenizer = Tokenizer.from_pretrained(folder)
     dtype, states = token_dtype(tokenizer.vocab_size), {"train": progress.train, "valid": progress.valid}
@@ -207,7 +214,7 @@ def _encode_and_write(
         }
         num_bytes, last_sync = progress.bytes, time.monotonic()
         parts = _parts_to_write(settings, progress)
-        for encoded, checksum in _encode_parts(parts, folder, tokenizer, settings.validation, jobs):
+        for encoded, checksum in _encode_parts(parts, folder, tokenizer, settings.validation, jobs, workers):
             for name, tokens in encoded.splits.items():
                 writers[name].append(tokens)
             num_bytes += encoded.size
@@ -240,23 +247,35 @@ def _parts_to_write(settings: PreparationSettings, progress: Progress) -> Iterat
 
 
 def _encode_parts(
-    parts: Iterator[tuple[Part, int]], folder: Path, tokenizer: Tokenizer, validation: float, jobs: int
+    parts: Iterator[tuple[Part, int]],
+    folder: Path,
+    tokenizer: Tokenizer,
+    validation: float,
+    jobs: int,
+    workers: Workers,
 ) -> Iterator[tuple[EncodedPart, int]]:
     """Yield the encoded parts in their order, each with the checksum that belongs to it."""
-    if jobs == 1:
+    if jobs == 1 and workers is processes:
         encoder = PartEncoder(tokenizer, validation)
         yield from ((encoder(part), checksum) for part, checksum in parts)
         return
-    # New processes, not copies of this one, which may have threads.
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (folder, validation))
     waiting: deque[tuple[Future[EncodedPart], int]] = deque()
-    try:
+    with workers(folder, validation, jobs) as encode:
         for part, checksum in parts:
-            waiting.append((pool.submit(_encode_in_worker, part), checksum))
+            waiting.append((encode(part), checksum))
             if len(waiting) > PARTS_AHEAD * jobs:
                 future, first_checksum = waiting.popleft()
                 yield future.result(), first_checksum
         yield from ((future.result(), checksum) for future, checksum in waiting)
+
+
+@contextmanager
+def processes(folder: Path, validation: float, jobs: int) -> Iterator[Encode]:
+    """Encode parts in processes of this machine."""
+    # New processes, not copies of this one, which may have threads.
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (folder, validation))
+    try:
+        yield lambda part: pool.submit(_encode_in_worker, part)
     except BrokenProcessPool:
         raise MonoblockError(
             "a worker process ended unexpectedly, perhaps for lack of memory; run the same command again with fewer "
@@ -296,6 +315,10 @@ class EncodedPart(NamedTuple):
     number: int
     size: int  # bytes of text
     splits: dict[str, SplitTokens]
+
+
+Encode = Callable[[Part], "Future[EncodedPart]"]
+Workers = Callable[[Path, float, int], AbstractContextManager[Encode]]  # of tokenizer's folder, validation and jobs
 
 
 class PartEncoder:

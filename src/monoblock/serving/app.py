@@ -28,6 +28,7 @@ from monoblock.serving.served_model import OutOfTime, ServedModel, TooLong
 logger = logging.getLogger("monoblock.serving")
 CHAT_PAGE = Path(__file__).with_name("chat.html")
 RETRY_SECONDS = "1"
+PROBLEMS = (MonoblockError, RequestValidationError, HTTPException, TooLarge, TooSlow, Exception)
 HTTP_MESSAGES = {
     404: "there is no such route; GET /openapi.json lists them",
     405: "this route has other methods; GET /openapi.json lists them",
@@ -36,6 +37,10 @@ HTTP_MESSAGES = {
 
 class UnknownModel(MonoblockError):
     """A request for a model that this server does not have."""
+
+
+class ReplicaLost(MonoblockError):
+    """A process that answered a request has ended, and the answer with it; the request may be sent again."""
 
 
 class Server:
@@ -90,8 +95,8 @@ def create_app(
     app.state.server = server
     app.include_router(openai_routes.router)
     app.include_router(own_routes.router)
-    for kind in (MonoblockError, RequestValidationError, HTTPException, TooLarge, TooSlow, Exception):
-        app.add_exception_handler(kind, _answer_problem)
+    for kind in PROBLEMS:
+        app.add_exception_handler(kind, answer_problem)
 
     @app.get("/", include_in_schema=False)
     async def chat_page() -> Response:
@@ -131,6 +136,8 @@ def describe(problem: Exception) -> tuple[int, dict[str, Any]]:
             return 429, error_body(str(problem), "rate_limit_error", "queue_full")
         case Draining():
             return 503, error_body(str(problem), "server_error", "shutting_down")
+        case ReplicaLost():
+            return 503, error_body(str(problem), "server_error", "replica_lost")
         case UnknownModel():
             return 404, error_body(str(problem), invalid, "model_not_found", "model")
         case OutOfTime():
@@ -152,7 +159,7 @@ def describe(problem: Exception) -> tuple[int, dict[str, Any]]:
     return 500, error_body("the request has failed; its error is in the log of the server", "server_error")
 
 
-async def _answer_problem(request: Request, problem: Exception) -> Response:
+async def answer_problem(request: Request, problem: Exception) -> Response:
     status, body = describe(problem)
     headers = {"retry-after": RETRY_SECONDS} if status in (429, 503) else None
     return JSONResponse(body, status, headers)

@@ -15,10 +15,9 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from monoblock.errors import FileError
-from monoblock.serving.security import Gate
 
 MAX_LINE = 8 << 20  # bytes
 
@@ -68,16 +67,22 @@ def read_finished(path: Path) -> dict[str, bool]:
     return finished
 
 
+class Answerer(Protocol):
+    """What answers requests: a `Replica`, or those of a cluster."""
+
+    async def start(self) -> int:
+        """Return how many requests may be asked at a time."""
+
+    async def stop(self) -> None: ...
+
+    async def ask(self, url: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """Return the status and the body of an answer."""
+
+
 async def answer_all(
-    gate: Gate,
-    key: str,
-    requests: Iterator[dict[str, Any]],
-    out: IO[bytes],
-    *,
-    at_once: int,
-    progress: Callable[[int], None],
+    answerer: Answerer, requests: Iterator[dict[str, Any]], out: IO[bytes], progress: Callable[[int], None]
 ) -> tuple[int, int]:
-    """Answer requests, `at_once` at a time; return how many were answered, and how many of these failed."""
+    """Answer requests; return how many were answered, and how many of these failed."""
     counts = [0, 0]
     iterator = iter(requests)
 
@@ -85,7 +90,7 @@ async def answer_all(
         for request in iterator:
             status = 429
             while status in (429, 503):  # there is no room for all its prompts yet
-                status, body = await post(gate, key, request["url"], request["body"])
+                status, body = await answerer.ask(request["url"], request["body"])
                 await asyncio.sleep(0.1 * (status != 200))
             response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
             result = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request["custom_id"], "response": response}
@@ -96,45 +101,11 @@ async def answer_all(
             counts[1] += status != 200
             progress(1)
 
-    async with gate.lifespan(), asyncio.TaskGroup() as group:
-        for _ in range(at_once):
-            group.create_task(work())
-    return counts[0], counts[1]
-
-
-async def post(gate: Gate, key: str, url: str, body: dict[str, Any]) -> tuple[int, Any]:
-    """Ask an application in this process."""
-    raw = json.dumps(body).encode()
-    headers = {"host": "localhost", "authorization": f"Bearer {key}", "content-type": "application/json"}
-    scope: dict[str, Any] = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": url,
-        "raw_path": url.encode("utf-8", "replace"),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-    }
-    messages = iter([{"type": "http.request", "body": raw, "more_body": False}])
-    status, parts = 500, []
-
-    async def receive() -> dict[str, Any]:
-        message = next(messages, None)
-        if message is None:
-            await asyncio.Event().wait()  # the client stays
-        assert message is not None
-        return message
-
-    async def send(message: Any) -> None:
-        nonlocal status
-        status = message.get("status", status)
-        parts.append(message.get("body", b""))
-
+    at_once = await answerer.start()
     try:
-        await gate(scope, receive, send)
-        return status, json.loads(b"".join(parts))
-    except Exception:  # one request that fails does not end the batch
-        return max(status, 400), None
+        async with asyncio.TaskGroup() as group:
+            for _ in range(at_once):
+                group.create_task(work())
+    finally:
+        await answerer.stop()
+    return counts[0], counts[1]

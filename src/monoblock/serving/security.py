@@ -9,8 +9,11 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from monoblock.errors import FileError
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -21,6 +24,14 @@ OPEN_FOLDERS = ("/static/",)
 MAX_BODY = 4 << 20  # bytes
 BODY_SECONDS = 30.0  # until a body has arrived
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+def read_keys(path: Path) -> list[str]:
+    """Return the keys of a file, one on each line."""
+    keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not keys or min(map(len, keys)) < 16:
+        raise FileError(f"{path} has no key, or one of fewer than 16 characters; write one long random key per line")
+    return keys
 
 
 class Gate:

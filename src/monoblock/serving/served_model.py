@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from monoblock.errors import InputError, with_article
+from monoblock.errors import ConfigError, InputError, with_article
 from monoblock.inference.engine import Engine
 from monoblock.inference.optimized import optimize
 from monoblock.inference.pages import default_max_rows
@@ -268,6 +269,18 @@ class ServedModel:
     def spell(self, token: int) -> bytes:
         """Return the bytes of a token in the middle of a text."""
         return spell(self.pipe.tokenizer, token)
+
+
+def load_models(models: Sequence[str], load: Callable[[str], Pipeline], **options: Any) -> list[ServedModel]:
+    """Load models under the names of their folders; FOLDER=NAME gives another name."""
+    served: list[ServedModel] = []
+    for given in models:
+        folder, _, name = given.partition("=")
+        name = name or Path(folder).name
+        if name in {one.name for one in served}:
+            raise ConfigError(f"two models are called {name}; write {given}=NAME to give this one another name")
+        served.append(ServedModel(name, load(folder), **options))
+    return served
 
 
 class _NoEngine:
