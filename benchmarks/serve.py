@@ -1,10 +1,11 @@
 """A server of OpenAI's API under load: requests arrive at random, and every token is timed as its client gets it.
 
     python benchmarks/serve.py runs/demo-1 --requests 200 --rate 4 --write
-    python benchmarks/serve.py --base-url http://localhost:8001/v1 --key KEY --model NAME    # another server
+    python benchmarks/serve.py runs/demo-1 --server "transformers serve {model} --port {port} --continuous-batching"
+    python benchmarks/serve.py --base-url http://localhost:8001/v1 --key KEY --model NAME    # one that runs already
 
-Arrivals are a Poisson process, lengths come from a seeded table, and every answer has its full length (end tokens are
-suppressed by the lengths asked for).  The columns are those of `vllm bench serve`: TTFT, the time to the first token;
+Arrivals are a Poisson process; prompts are words of about one token, and their number and the length of each answer
+come from a seeded table.  The columns are those of `vllm bench serve`: TTFT, the time to the first token;
 TPOT, the mean time per further token of a request; ITL, the time between two events of a stream.  Goodput counts the
 requests whose first token came within a second and whose slowest event within 50 ms.
 """
@@ -15,7 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ import numpy as np
 from _report import source, write_section
 
 RESULTS = Path(__file__).with_name("results") / "serve.md"
+OURS = f"{shlex.quote(sys.executable)} -m monoblock serve {{model}} --port {{port}} --api-key-file {{keys}}"
+WORDS = ("time", "year", "way", "day", "man", "thing", "life", "world", "school", "state", "family", "group", "country")
 TTFT_GOAL, ITL_GOAL = 1.0, 0.05  # seconds, of a good request
 
 
@@ -66,7 +69,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, object], start: float) 
                     events.append(time.perf_counter())
     except httpx.HTTPError as problem:
         return repr(problem)
-    return Timed(start, events, tokens) if events else "no events"
+    return Timed(start, events, tokens or len(events)) if events else "no events"
 
 
 async def load(args: argparse.Namespace, base_url: str, key: str) -> tuple[list[Timed | str], float]:
@@ -82,8 +85,8 @@ async def load(args: argparse.Namespace, base_url: str, key: str) -> tuple[list[
 
         async def one(number: int) -> Timed | str:
             num_prompt, num_new = map(int, lengths[number])
-            ids = random_ids(args, number, num_prompt)
-            body = {"model": model, "prompt": ids, "max_tokens": num_new, "temperature": 0, "stream": True}
+            text = random_text(args, number, num_prompt)
+            body = {"model": model, "prompt": text, "max_tokens": num_new, "temperature": 0, "stream": True}
             return await ask(client, {**body, "stream_options": {"include_usage": True}}, time.perf_counter())
 
         begin = time.perf_counter()
@@ -95,36 +98,37 @@ async def load(args: argparse.Namespace, base_url: str, key: str) -> tuple[list[
         return list(answers), time.perf_counter() - begin
 
 
-def random_ids(args: argparse.Namespace, number: int, length: int) -> list[int]:
-    """Return a prompt; of those of half of the requests, the first half is the same."""
-    own = np.random.default_rng([args.seed, number]).integers(5, args.vocab, length)
+def random_text(args: argparse.Namespace, number: int, length: int) -> str:
+    """Return a prompt; with --shared, the first half is the same in half of the requests."""
+    own = np.random.default_rng([args.seed, number]).choice(WORDS, length)
     if args.shared and number % 2:
-        own[: length // 2] = np.random.default_rng(args.seed).integers(5, args.vocab, args.most)[: length // 2]
-    return [int(token) for token in own]
+        own[: length // 2] = np.random.default_rng(args.seed).choice(WORDS, args.most)[: length // 2]
+    return " ".join(own)
 
 
 @contextlib.contextmanager
-def own_server(model: str, *options: str) -> Iterator[tuple[str, str]]:
-    """Run `monoblock serve` on a free port; yield its address and key."""
+def running_server(command: str, model: str) -> Iterator[tuple[str, str]]:
+    """Run a server on a free port until the block ends; yield its address and key."""
+    key = "a-key-for-the-benchmark"
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
-        port, key = free.getsockname()[1], "a-key-for-the-benchmark"
+        port = free.getsockname()[1]
         free.close()
         keys = Path(folder) / "keys"
         keys.write_text(key)
-        words = [sys.executable, "-m", "monoblock", "serve", model, "--port", str(port), "--api-key-file", str(keys)]
-        started = time.perf_counter()
-        process = subprocess.Popen([*words, *options], stderr=subprocess.DEVNULL, env=os.environ)
+        words = [word.format(model=model, port=port, keys=keys) for word in shlex.split(command)]
+        started, address = time.perf_counter(), f"http://127.0.0.1:{port}/v1"
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
+                    if httpx.get(f"{address}/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200:
                         break
                 if process.poll() is not None:
-                    raise SystemExit(f"error: {' '.join(words[2:])} ended with code {process.returncode}")
+                    raise SystemExit(f"error: {shlex.join(words)} ended with code {process.returncode}")
                 time.sleep(0.05)
             print(f"ready after {time.perf_counter() - started:.1f} s", file=sys.stderr)
-            yield f"http://127.0.0.1:{port}/v1", key
+            yield address, key
         finally:
             process.terminate()
             process.wait()
@@ -146,7 +150,7 @@ def format_report(answers: list[Timed | str], seconds: float, args: argparse.Nam
     tokens = sum(one.tokens for one in good)
     failed = [one for one in answers if isinstance(one, str)]
     lines = [
-        f"{args.name or Path(args.folder or args.base_url).name}, rate {args.rate:g}",
+        f"{args.name or Path(args.folder or args.base_url).name}, {args.requests} requests, rate {args.rate:g}",
         "",
         source(),
         "",
@@ -174,8 +178,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2.0, help="requests per second; 0: all at once")
     parser.add_argument("--least", type=int, default=16, help="the fewest tokens of a prompt and of an answer")
     parser.add_argument("--most", type=int, default=128, help="the most")
-    parser.add_argument("--vocab", type=int, default=250, help="ids of prompts are below this")
     parser.add_argument("--shared", action="store_true", help="half of the prompts begin alike")
+    parser.add_argument("--server", default=OURS, help="the command of a server; default: %(default)s")
     parser.add_argument("--exact", action="store_true", help="serve in exact mode")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="serve a toy model")
@@ -187,7 +191,8 @@ def main() -> None:
         if args.base_url is None:
             if args.folder is None:
                 parser.error("give a model folder, or the address of a server with --base-url")
-            address, key = stack.enter_context(own_server(args.folder, *(["--exact"] if args.exact else [])))
+            command = args.server + " --exact" * args.exact
+            address, key = stack.enter_context(running_server(command, args.folder))
         else:
             address, key = args.base_url, args.key
         report = format_report(*asyncio.run(load(args, address, key)), args)

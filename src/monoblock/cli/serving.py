@@ -59,7 +59,7 @@ class Serve:
     api_key_file: Path | None = option("File with one key per line.", path="file", exists=True)
     allow_host: tuple[str, ...] = option("Another name of this server, as in the address of a request.", ())
     exact: bool = option("Compute every answer bit for bit as if its request were alone; slower.", False)
-    max_rows: int | None = option("Decode at most N sequences at a time.  [default: as many as suit memory]", least=1)
+    max_rows: int | None = option("Decode at most N sequences at a time.  [default: 256]", least=1)
     max_queue: int = option("Let at most N requests wait; more are refused with 429.", 256, least=0)
     dry_run: bool = option("Do not serve; say how much memory the models take, and what fits.", False)
     device: str | None = device_option()
@@ -142,7 +142,7 @@ class Batch:
     model: tuple[str, ...] = option("Model folder, or FOLDER=NAME; may be repeated.", ())
     out: Path = option("File for the results.", REQUIRED, path="file")
     exact: bool = option("Compute every answer bit for bit as if its request were alone; slower.", False)
-    max_rows: int | None = option("Decode at most N sequences at a time.  [default: as many as suit memory]", least=1)
+    max_rows: int | None = option("Decode at most N sequences at a time.  [default: 256]", least=1)
     ray: str | None = ray_option()
     workers: int | None = option(
         "Number of processes with the model.  [default: one for each GPU or, without GPUs, machine]",

@@ -17,7 +17,6 @@ import torch
 from monoblock.errors import ConfigError, InputError, with_article
 from monoblock.inference.engine import Engine
 from monoblock.inference.optimized import optimize
-from monoblock.inference.pages import default_max_rows
 from monoblock.inference.scheduler import Prompt, TokenScores
 from monoblock.inference.settings import Settings, check_effects
 from monoblock.inference.streaming_text import StreamingText
@@ -32,6 +31,7 @@ from monoblock.tasks.translate import script_tag_for
 from monoblock.tasks.word_alignment import align
 from monoblock.tokenizers.tokenizer import Tokenizer
 
+MAX_ROWS = 256  # sequences that are decoded at a time; their pages are what limits the memory
 LEAST_TEMPERATURE = 1e-5  # a lower one always chooses the most probable token
 CREATIVE = {"temperature": 1.0}  # OpenAI's default, where neither the request nor the model's folder says another
 
@@ -86,11 +86,10 @@ class ServedModel:
         engine: Any = _NoEngine()
         if self.decodes:
             capacity = model.config.context or 4096
-            rows = max_rows or min(256, default_max_rows(model, capacity))
             is_fast = exact or reason_not_to_optimize(model) is None
             engine = Engine(
                 optimize(model, exact=exact) if is_fast else model,
-                max_rows=rows,
+                max_rows=max_rows or MAX_ROWS,
                 capacity=capacity,
                 tokenizer=pipe.tokenizer,
             )
