@@ -21,11 +21,11 @@ import torch
 from _report import device_name
 
 from monoblock.accounting.report import account
+from monoblock.interop.model_folder import RECIPE_FILE
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.recipe import read_recipe
-from monoblock.runs.run_folder import RECIPE_FILE
 from monoblock.runs.train import prepare_run
 from monoblock.training.events import read_metrics
 

@@ -112,7 +112,7 @@ def test_a_dry_run_refuses_a_model_that_cannot_be_built(capsys):
 def test_an_override_that_changes_nothing_is_said(capsys):
     assert run(["train", "toy.toml", "train.steps=3", "train.lr=2e-3"]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
-    assert notes == ["note: train.steps=3 changes nothing, because the recipe says so already"]
+    assert notes == ["note: train.steps=3 changes nothing: the recipe already has this value"]
 
 
 def test_json_is_one_object_with_the_metrics(capsys):

@@ -90,6 +90,20 @@ def test_a_long_text_is_run_in_few_steps(recordings):
     assert steps == [1, 8, 8, 1]
 
 
+def test_a_short_text_beside_a_long_one_does_not_shorten_its_bursts(recordings):
+    model = tiny_model("gpt2")
+    requests = [(prompt, Settings(max_new_tokens=new)) for prompt, new in zip(PROMPTS, (3, 18, 6), strict=True)]
+    engine, tokens, steps = graph_engine(model, max_burst=8), {}, 0
+    ids = [engine.add(*request) for request in requests]
+    while engine.busy:
+        steps += 1
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.tokens)
+    assert steps == 4  # the prompts, 8 tokens, 8 and 1
+    plain = [decode(plain_engine(model), settings, [prompt])[0] for prompt, settings in requests]
+    assert [tokens[one] for one in ids] == plain
+
+
 def test_a_recording_serves_other_prompts_and_the_engine_after(recordings):
     model = tiny_model("gpt2")
     fast, plain = mb.optimize(model), plain_engine(model)

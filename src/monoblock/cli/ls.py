@@ -15,7 +15,8 @@ from monoblock.cli.output import echo, print_json, print_table, suggest_next
 from monoblock.cli.verb import argument, json_option
 from monoblock.config.field_description import REQUIRED, list_choices, type_words
 from monoblock.errors import ConfigError, did_you_mean
-from monoblock.runs.recipe import RECIPE_FILE, recipe_path
+from monoblock.interop.model_folder import RECIPE_FILE
+from monoblock.runs.recipe import recipe_path
 from monoblock.untrusted_files import reading
 
 Record = dict[str, Any]

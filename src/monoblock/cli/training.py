@@ -62,7 +62,7 @@ class Train:
         "Number of processes on this machine; train.parallel says how they share the model.", 1, least=1
     )
     nnodes: int = option("Number of machines that run this command, each with --nproc processes.", 1, least=1)
-    head: str = option("With --nnodes: one of the machines, and a free port on it.", "", metavar="HOST:PORT")
+    head: str = option("With --nnodes: host and free port of one machine.", "", metavar="HOST:PORT")
     max_restarts: int = option(
         "With --nproc: how often a run that fails starts again, from its newest checkpoint.", 0, least=0
     )
@@ -157,7 +157,7 @@ def _list_unchanged(recipe: str, overrides: tuple[str, ...], resolved: Recipe) -
         except ConfigError:  # the other overrides need this one
             continue
         if without == resolved:
-            notes.append(f"{word} changes nothing, because the recipe says so already")
+            notes.append(f"{word} changes nothing: the recipe already has this value")
     return notes
 
 
@@ -272,7 +272,7 @@ def _print_findings(run: Run) -> None:
     for finding in report.findings:
         echo(f"warning: {finding.check}: {finding.reason}; {finding.fix} ({finding.docs})", err=True)
     if not report.findings:
-        words = f"the doctor has no findings in {len(report.checks)} checks before the first step"
+        words = f"doctor: {len(report.checks)} checks passed before the first step"
         echo(f"{words} ({report.seconds:.1f} s)", err=True)
 
 

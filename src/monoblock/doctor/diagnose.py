@@ -136,10 +136,10 @@ def _why_skipped(check: Check, exam: Examination, deadline: float) -> NotChecked
         is_known = is_known or (missing == "attention" and exam.subject.module is not None)
         return REQUIREMENTS[missing].describe(check.name, is_known=is_known)
     if time.perf_counter() > deadline:
-        return NotChecked("time was up", "run monoblock doctor on the model", check=check.name)
+        return NotChecked("time limit reached", "run monoblock doctor on the model", check=check.name)
     parameters = sum(weight.numel() for weight in exam.subject.weights)
     if parameters > check.max_parameters:
-        reason = f"the model has {parameters:,} parameters, for which it takes long"
+        reason = f"the model has {parameters:,} parameters, too many for this check"
         return NotChecked(reason, f"pass checks=['{check.name}'] to a small copy", check=check.name)
     return None
 

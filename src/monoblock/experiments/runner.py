@@ -146,7 +146,7 @@ def _check_overrides(trial: Trial) -> None:
 
 
 def _needs_stand_in(trial: Trial) -> bool:
-    """Return whether the corpus of the recipe is not there, so that another one stands in for it."""
+    """Return whether the corpus of the recipe is missing, so that a substitute is used."""
     experiment = trial.experiment
     if not experiment.recipe or not experiment.stand_in or trial.smoke:
         return False

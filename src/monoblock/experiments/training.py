@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.experiments.experiment import Metrics, Trial
+from monoblock.interop.model_folder import RECIPE_FILE
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.account import account
 from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
-from monoblock.runs.recipe import RECIPE_FILE, read_recipe
+from monoblock.runs.recipe import read_recipe
 from monoblock.runs.run_folder import lock_run_folder
 from monoblock.runs.train import prepare_run
 from monoblock.tasks.evaluation_report import EvaluationRequest

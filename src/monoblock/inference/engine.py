@@ -63,7 +63,7 @@ Part = TypeVar("Part", Row, RowPass)
 GREEDY = Settings()
 DRAFT_NEEDS_CACHE = "speculative decoding needs the key/value cache; write use_cache=True, or leave out the draft"
 NO_DRAFT_WITH_ENSEMBLE = "speculative decoding takes a single model; leave out the draft or the ensemble"
-MAX_BURST = 16  # steps that a GPU runs before tokens are read: after an end token, the rest is in vain
+MAX_BURST = 16  # steps that a GPU runs before tokens are read: what follows an end token is wasted
 
 
 class Engine:
@@ -118,7 +118,7 @@ class Engine:
         if not hasattr(ensemble, "__len__"):
             raise InputError("ensemble is not a list of models; write ensemble=[second, third]")
         if not isinstance(proposer, Proposer | None):
-            raise InputError(f"proposer={proposer!r:.60} proposes no tokens; write PromptLookup() or DraftModel(model)")
+            raise InputError(f"proposer={proposer!r:.60} is not a proposer; write PromptLookup() or DraftModel(model)")
         if proposer is not None and (not use_cache or ensemble):
             raise InputError(NO_DRAFT_WITH_ENSEMBLE if use_cache else DRAFT_NEEDS_CACHE)
         if not (tap is None or callable(tap)):
@@ -362,11 +362,13 @@ class Engine:
             reads_every_step = request.is_beam_search or request.proposer or request.settings.logprobs is not None
             if reads_every_step or not (request.is_started and one.is_newest):
                 return None
-        count, filters = min(self.max_burst, MAX_STEPS, *(row.num_left for row in rows)), self.sampler.filters_of(rows)
+        # Rows that end within the burst run on in page 0, which nobody reads, as far as the context goes.
+        left, room = [row.num_left for row in rows], min(self.capacity - len(row.tokens) for row in rows)
+        count, filters = min(self.max_burst, MAX_STEPS, max(left), room), self.sampler.filters_of(rows)
         if count == 1 or not filters.is_stateless:
             return None
         try:
-            self.copies.append(self.pages.reserve([row.place for row in rows], [count] * len(rows)))
+            self.copies.append(self.pages.reserve([row.place for row in rows], [min(count, own) for own in left]))
         except OutOfPages:
             return None
         self._copy_pages()
@@ -630,7 +632,7 @@ class Engine:
 
 
 def _take_rows(logits: Tensor, index: list[int]) -> Tensor:
-    """Return these rows of logits, which are seldom others than all."""
+    """Return these rows of logits, which are usually all of them."""
     return logits if index == list(range(len(logits))) else logits[index]
 
 

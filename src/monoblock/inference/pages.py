@@ -180,7 +180,7 @@ class Pages:
         return self.used_rows - 1
 
     def _take(self, count: int) -> list[int]:
-        """Return so many pages, each with one user: free ones, new ones, and then those that are kept."""
+        """Take `count` pages, each with one user: free ones, new ones, and then published ones without users."""
         if not count:
             return []
         pages = [self.free.pop() for _ in range(min(count, len(self.free)))]

@@ -1,4 +1,4 @@
-"""What decodes a model fast, in one object: its fast copy, CUDA graphs and quantized copies."""
+"""Everything needed to decode a model fast: its fast copy, CUDA graphs and quantized copies."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Requests, and which of their tokens run next: admission by free pages, prompts in chunks, priorities, preemption.
 
 Requests wait in the order of priority and arrival.  The first is admitted as soon as its rows and the pages of its
-prompt fit; nobody overtakes it.  Every running row gets its next token in every step, and what is left of the step's
-tokens goes to prompts, in chunks.  If pages run out, the request that was admitted last, among those of the lowest
-priority, gives its pages back and waits; later its tokens are run again as if they were its prompt.
+prompt fit; later requests never overtake it.  Every running row gets its next token in every step, and the rest of the
+step's tokens goes to prompts, in chunks.  If pages run out, the request that was admitted last, among those of the
+lowest priority, gives its pages back and waits; later its tokens are run again as if they were its prompt.
 
 Beam searches with a `search_shape` need no pages: those of one shape begin together, and later ones of this shape wait
 until all of them have ended, while others go on.

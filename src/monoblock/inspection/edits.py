@@ -248,7 +248,7 @@ def ablate(
         or to `means`; "resample" to those of another row of the batch, which `seed` chooses (the same row for every
         activation).
     heads, positions: indices of heads and of tokens; None means all.
-    means: the means of a data set, by name, as `inspection.means.mean_activations` computes them.
+    means: the means of a data set, by name, as `inspection.trace.mean_activations` computes them.
     axes: a letter for each axis, such as "BTD" or "BHTK" (B rows, T positions, H heads): needed for outputs of modules
         of a model that is not monoblock's, whose axes are not known.
     """

@@ -1,4 +1,4 @@
-"""Settings of generation: which fields of generation_config.json change no text, and those that GGUF has room for."""
+"""Settings of generation: which fields of generation_config.json change no text, and those that GGUF can store."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class ModelFolder(Folder):
 
     @property
     def generation(self) -> dict[str, Any]:
-        """The settings of generation that the files state, as fields of a generation_config.json; nobody checks them.
+        """The settings of generation that the files state, as fields of a generation_config.json, unchecked.
 
         Without do_sample, a folder that is no run means greedy decoding, as in Hugging Face.
         """

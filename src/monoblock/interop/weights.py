@@ -332,7 +332,7 @@ def read_weights(
 def check_names(
     stored: Mapping[str, str], required: Collection[str], optional: Collection[str] = (), hint: str = ""
 ) -> None:
-    """Raise FileError unless all `required` tensors are stored, and no others but `optional` ones.
+    """Raise FileError unless all `required` tensors are stored, and no others except `optional` ones.
 
     stored: the names of tensors in the file, by those in `required` and `optional`.
     hint: what the message about others ends with.

@@ -22,7 +22,7 @@ MAX_SEGMENTS, MAX_COUNT = 16_384, 64  # of one search in `best_tokens`
 
 
 def supports_beams(x: Tensor, size: int, queries: int) -> bool:
-    """Return whether there are kernels for attention of x with heads of `size` features and so many queries."""
+    """Return whether there are kernels for attention of x with heads of `size` features and this many queries."""
     return is_head_size(size) and queries <= MAX_QUERIES and has_kernels(x)
 
 

@@ -144,7 +144,7 @@ def reject_arguments(config: ModelConfig, **arguments: object) -> None:
     """Raise InputError if an argument is given that a model of this family does not use."""
     for name, value in arguments.items():
         if value is not None:
-            raise InputError(f"{name} was given, but this {config.family} model has no use for it; drop it")
+            raise InputError(f"{name} was given, but this {config.family} model does not take it; drop it")
 
 
 def check_documents(

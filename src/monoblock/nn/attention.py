@@ -117,7 +117,7 @@ class Attention(nn.Module):
         cache_write: CacheWrite | None = None,
         tap: Tap | None = None,
     ) -> Float[Tensor, "B T D"]:
-        """Attend from x to x and the cached tokens, or to memory if it is given."""
+        """Self-attend over x and the cache, or attend to memory if it is given."""
         H, G = self.config.heads, self.config.num_kv_heads
         x = x.to(autocast_dtype(x))  # once, else each product would keep a copy
         q = context.rotate(self.split_heads(self.query(x), H, self.query_norm))  # (B, H, T, K)

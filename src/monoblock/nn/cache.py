@@ -75,7 +75,7 @@ class Cache:
 
     @property
     def max_droppable(self) -> int:
-        """The largest number of tokens of one pass that can be dropped again: those of a ring, or the capacity."""
+        """How many tokens of a pass can still be dropped: those of a ring, or the capacity."""
         rings = [index for index in self.index_by_capacity.values() if index.window is not None]
         return min((index.max_droppable for index in rings), default=self.capacity)
 

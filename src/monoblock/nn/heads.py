@@ -120,7 +120,7 @@ class Head(nn.Module):
         return apply_tap(tap, "logits", logits)
 
     def takes_output_linear(self, table: Tensor | nn.Module | None) -> bool:
-        """Return whether the head only multiplies by a plain matrix at its end, so that a function can replace this."""
+        """Return whether the head ends in a plain matrix product, which a function can replace."""
         is_product = self.config.kind in VOCABULARY_HEADS and self.config.softcap is None and self.teacher is None
         return is_product and isinstance(table if self.output is None else self.output, (Tensor, Linear))
 

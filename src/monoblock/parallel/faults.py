@@ -38,7 +38,7 @@ MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "bad_alloc", 
 
 
 class ProcessError(MonoblockError):
-    """A process ran out of memory, or waited in vain for another one."""
+    """A process ran out of memory, or timed out waiting for another one."""
 
 
 def translate_fault(problem: Exception, rank: int) -> MonoblockError | None:

@@ -81,7 +81,7 @@ class Strategy:
         return nullcontext()
 
     def count_micro_batches(self, accumulate: int, rows: int) -> int:
-        """Return into how many micro-batches a batch of so many rows is split; `accumulate` is what the recipe says."""
+        """Return the number of micro-batches of a batch of `rows`; `accumulate` is what the recipe says."""
         return accumulate
 
     def run_schedule(self, module: nn.Module, micro_batches: Sequence[MicroBatch], loss: LossFunction) -> Tensor:

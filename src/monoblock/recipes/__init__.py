@@ -1,1 +1,1 @@
-"""Training recipes: a TOML file for each recipe of the package, and the code that parses and checks recipes."""
+"""Training recipes: a TOML file for each recipe of the package, and the sections that recipes may have."""

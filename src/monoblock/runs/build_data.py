@@ -219,7 +219,7 @@ def _check_unknown_tokens(
         remedy = f'raise tokenizer.vocab={vocab}, or write tokenizer.kind="bpe", which knows every character'
     problem = f"{share:.0%} of the tokens of {train.name} are unknown to the tokenizer"
     if share > (MAX_UNKNOWN_WORDS if tokenizer.kind == "word" else MAX_UNKNOWN):
-        raise ConfigError(f"{problem} (at most {MAX_UNKNOWN:.0%} can be learned from); {remedy}")
+        raise ConfigError(f"{problem} (the limit is {MAX_UNKNOWN:.0%}); {remedy}")
     yield DecisionEvent(problem, f"its vocabulary has whole words only; {remedy}")
 
 

@@ -21,8 +21,6 @@ def choose_device() -> DefaultChoice:
     """Return the default device and the reason for it."""
     if torch.cuda.is_available():
         return DefaultChoice("cuda", f"a CUDA device is available: {torch.cuda.get_device_name()}")
-    if torch.backends.mps.is_available():
-        return DefaultChoice("mps", "an Apple GPU is available, and no CUDA device")
     if torch.version.cuda is None:
         return DefaultChoice("cpu", "this build of torch has no CUDA support")
     return DefaultChoice("cpu", "torch was built with CUDA but finds no device")
@@ -40,9 +38,8 @@ def choose_dtype(device: str) -> DefaultChoice:
 
 
 def resolve_device(device: str | None, dtype: str | None) -> tuple[str, torch.dtype]:
-    """Return the given device and torch dtype, or the defaults for None; the device "mps" is replaced by "cpu"."""
+    """Return the given device and torch dtype, or the defaults for None."""
     device = device or choose_device().value
-    device = "cpu" if device == "mps" else device
     check_device(device, "--device ", "cpu or cuda")
     name = dtype or choose_dtype(device.partition(":")[0]).value
     if name not in {*DTYPES, *DTYPES.values()}:

@@ -56,8 +56,8 @@ def diagnose(model: Any, **options: Unpack[DiagnoseOptions]) -> Report:
         and True for the tokens of a prefix, both (B, T).
     tokenizer, texts: the tokenizer of the model, and texts that it is meant for.
     batch: ids and labels. loss: f(logits, labels); by default cross-entropy without labels of -100.
-    step: f(), which makes a training step of the module and may return its loss. The weights are put back afterwards.
-    optimizer: the optimizer that trains the module. generate: f(ids), which writes on from ids with the module.
+    step: f(), which makes a training step of the module and may return its loss. The weights are restored afterwards.
+    optimizer: the optimizer that trains the module. generate: f(ids), which generates from ids with the module.
     objective, labels, generation: the task (such as "causal_lm"), names of classes, default decoding options.
     checks: names of checks, as a list or separated by commas; by default all.
     """
@@ -161,7 +161,7 @@ def read_history(folder: ModelFolder, loaded: LoadedModel) -> TrainingHistory:
     """Read the settings and the metrics of a run."""
     rows, recipe = read_metrics(folder.path), parse_recipe({"name": "recipe", **(folder.recipe or {})})
     config = loaded.model.config
-    vocab = getattr(config, "vocab", None) or loaded.tokenizer.vocab_size if loaded.tokenizer is not None else None
+    vocab = getattr(config, "vocab", None) or (None if loaded.tokenizer is None else loaded.tokenizer.vocab_size)
     head = getattr(config, "head", None)
     outputs = head.classes if head is not None and head.classes else vocab
     history = _settings(recipe)

@@ -11,6 +11,7 @@ from monoblock.baselines.lstm import Recurrent
 from monoblock.data.corpora.table import CORPORA
 from monoblock.data.readers.by_path import Holdout, find_path, is_single_file
 from monoblock.errors import InputError
+from monoblock.inference.runners.plain import evaluation_mode
 from monoblock.model import Transformer
 from monoblock.nn.generation_options import GenerationOptions
 from monoblock.runs.build_data import Batch, CustomParts, build_custom_data
@@ -87,9 +88,8 @@ def _evaluate_batches(model: Transformer | Recurrent, batches: Iterable[Batch], 
     if task is not None and task.has_own_loss:
         loss = FunctionLoss(task.loss)
     evaluation = CustomParts(batches=batches, validation_batches=list(batches))
-    was_training = model.training
-    metrics = validate(model.eval(), build_custom_data(evaluation, None), loss, model.device)
-    model.train(was_training)
+    with evaluation_mode(model):
+        metrics = validate(model, build_custom_data(evaluation, None), loss, model.device)
     return Evaluation({name.removeprefix("val_"): value for name, value in metrics.items()})
 
 

@@ -22,13 +22,12 @@ from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.presets import preset
 from monoblock.config.schema import FieldError, from_dict
 from monoblock.errors import ConfigError, FileError, did_you_mean
-from monoblock.interop.model_folder import ModelFolder
+from monoblock.interop.model_folder import RECIPE_FILE, ModelFolder
 from monoblock.recipes.schema import FAMILIES, Recipe
 from monoblock.tasks.table import TASKS
 from monoblock.tasks.task import Task
 
 Overrides = Iterable[str] | Mapping[str, Any]  # "section.key=value" or {"section.key": value}
-RECIPE_FILE = "recipe.toml"  # in the folder of a run
 SECTIONS = ("data", "tokenizer", "model", "train", "lora", "parallel", "generate")
 # The keys of [model] that are kept if `model.folder=…` on the command line replaces the model of the file.
 REGULARIZATION_KEYS = ("dropout", "attention_dropout", "embedding_dropout", "word_dropout", "head_dropout", "pooling")

@@ -109,7 +109,7 @@ class Run:
             yield WarningEvent(f"train.steps was {before} and is {steps}; the learning rate follows the new number")
 
     def _unusual_choices(self) -> Iterator[str]:
-        """Yield a sentence for each choice of the recipe with which training is likely to disappoint."""
+        """Yield a sentence for each choice of the recipe that usually trains badly."""
         section, config = self.recipe.train, self.model.config
         if section.warmup > section.steps:
             yield (

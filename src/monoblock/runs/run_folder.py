@@ -24,7 +24,7 @@ from monoblock.interop.model_folder import CONFIG_FILE, GENERATION_CONFIG_FILE, 
 from monoblock.parallel.faults import LOGS_FOLDER
 from monoblock.recipes.schema import GenerateSection, Recipe
 from monoblock.runs.initial_weights import WarmStart
-from monoblock.runs.recipe import RECIPE_FILE
+from monoblock.interop.model_folder import RECIPE_FILE
 from monoblock.tasks.loaded_model import DECODER_START_KEY, SETTINGS_FIELDS
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData

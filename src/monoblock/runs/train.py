@@ -75,7 +75,7 @@ from monoblock.training.trainer import Trainer, TrainingArguments, UpdateGuard
 
 RecipeLike = str | Path | Mapping[str, object] | Recipe
 OWN_DATA = "batches"  # data.corpus of a run that trains on the user's batches
-TOKEN_ACCURACY = "token_accuracy"  # the accuracy of a language model, given the right tokens before; not of whole texts
+TOKEN_ACCURACY = "token_accuracy"  # the accuracy of a language model per token, teacher-forced
 
 
 def train(

@@ -1,4 +1,4 @@
-"""What a server counts and times, for Prometheus (`/metrics`)."""
+"""Prometheus metrics of a server (`/metrics`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may say: one class a route, with OpenAI's names, and the decoding settings that follow from it.
+"""Request schemas: one class a route, with OpenAI's names, and the decoding settings that follow from it.
 
 Unknown fields are refused by name.  A few fields of OpenAI's clients have no meaning here; they are accepted, and the
 answer lists them as `ignored_fields`.

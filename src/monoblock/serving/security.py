@@ -1,4 +1,4 @@
-"""Who may ask, and how much: keys, hosts, origins, sizes and times.  What is not allowed is denied."""
+"""Access control and limits: keys, hosts, origins, sizes and times.  What is not allowed is denied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that end when their client goes: streams of server-sent events, and plain answers."""
+"""Responses cancelled when the client disconnects: streams of server-sent events, and plain answers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The tasks that a model can be trained for, each in a folder of its own."""
+"""The tasks that a model can be trained for, each in a module of its own."""

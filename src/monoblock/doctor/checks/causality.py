@@ -163,7 +163,7 @@ def check_causality(exam: Examination) -> Finding | None:
 
 
 def _check_length(exam: Examination) -> Finding | None:
-    """Cut the end of a text off: its first tokens give what they gave before."""
+    """Truncating a text must not change the outputs of its first tokens."""
     T, cut = exam.ids.shape[1], exam.ids.shape[1] // 2 + 1
     try:
         short = exam.states(exam.ids[:, :cut])

@@ -42,7 +42,7 @@ MAX_PROMPT_TOKENS = 1 << 14  # of all rows in a recorded pass over prompts
 MAX_RECORDINGS = 64
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # and multiples of 64
 MIN_PAGES = 8  # of a table
-FIRST_BYTES = 1 << 30  # of pages whose memory is taken at first, if the engine has so many
+FIRST_BYTES = 1 << 30  # of pages that are allocated up front, if the engine has that many
 
 
 def supports_cuda_graph(model: Transformer) -> bool:
@@ -216,7 +216,7 @@ class CudaRunner(ModelRunner):
         return before if before == self.memory.last_prompts else None
 
     def _step_shape(self, passes: Sequence[RowPass], tokens: int, ahead: int) -> PassShape | None:
-        """Return the shape for so many tokens at a time, and so many in all, or None if it is not fixed."""
+        """Return the shape for `tokens` a step and `ahead` in total, or None if it is not fixed."""
         rows, longest = round_up_rows(len(passes)), max(one.start for one in passes) + ahead
         if self.has_experts and rows * tokens > MAX_EXPERT_TOKENS:
             return None
@@ -239,15 +239,18 @@ class CudaRunner(ModelRunner):
     def burst(self, passes: Sequence[RowPass], count: int, filters: Filters) -> list[list[int]] | None:
         """Run `count` steps from the newest token of each row, and return the next tokens of the rows.
 
-        The pages of all steps are reserved, and `filters` are stateless.  Return None if these rows cannot be recorded.
+        The pages of all tokens that a row may take are reserved, and `filters` are stateless.  Return None if these
+        rows cannot be recorded.
         """
         shape = self._step_shape(passes, 1, count)
         if shape is None or any(one.row.request.variant != PLAIN for one in passes):
             return None
         self.make_room()
-        uniforms = [[one.row.uniform(ahead) for ahead in range(count)] for one in passes]
+        uniforms = None
+        if filters.has_sampling:
+            uniforms = [[one.row.uniform(ahead) for ahead in range(count)] for one in passes]
         recorded = self._load(shape, passes, self._pad(filters, shape.rows))
-        tokens = recorded.burst(count, uniforms if filters.has_sampling else None)
+        tokens = recorded.burst(count, uniforms)
         chosen: list[list[int]] = tokens[:, : len(passes)].T.tolist()
         return chosen
 
