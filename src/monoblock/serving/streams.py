@@ -102,4 +102,5 @@ class EventStream(Response):
 
 async def _in_time(sending: Awaitable[None]) -> None:
     """Wait until a client has taken what it is sent; TimeoutError closes the connection of one that does not."""
-    await asyncio.wait_for(sending, WRITE_SECONDS)
+    async with asyncio.timeout(WRITE_SECONDS):
+        await sending
