@@ -16,7 +16,7 @@ from monoblock.baselines.carried import CarriedLoss
 from monoblock.baselines.dropout import DropoutLSTM, VariationalDropout, drop_words
 from monoblock.config.schema import from_dict, to_dict
 from monoblock.interop.model_folder import ModelFolder
-from monoblock.kernels.cpu import onednn
+from monoblock.kernels.cpu import library
 
 B, L, T, D, V = 2, 3, 7, 11, 13
 RATES = {"dropout": 0.3, "embedding_dropout": 0.4, "head_dropout": 0.5, "word_dropout": 0.2, "recurrent_dropout": 0.6}
@@ -92,7 +92,7 @@ def test_the_default_is_nn_lstm_with_ordinary_dropout_bit_for_bit(rate):
     logits = model(ids)
     torch.manual_seed(5)
     x = F.dropout(model.input.weight[ids], rate)
-    with onednn.disabled_where_slow():  # as in the model
+    with library.without_slow_onednn():  # as in the model
         x = F.dropout(model.decoder(x)[0], rate)
     assert torch.equal(logits, x @ model.input.weight.T + model.bias)
 
@@ -251,9 +251,9 @@ def test_the_state_is_kept_from_batch_to_batch_in_training():
     assert_close(pieces, build().eval()(ids), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("is_fast", sorted({False, onednn.is_fast()}))
+@pytest.mark.parametrize("is_fast", sorted({False, library.is_onednn_fast()}))
 def test_training_works_under_autocast(is_fast, monkeypatch):
-    monkeypatch.setattr(onednn, "is_fast", lambda: is_fast)
+    monkeypatch.setattr(library, "is_onednn_fast", lambda: is_fast)
     model, is_enabled = build(torch.float32, **ALL).train(), torch.backends.mkldnn.enabled
     with torch.autocast("cpu", torch.bfloat16):
         logits, state = model.forward_with_state(random_ids())

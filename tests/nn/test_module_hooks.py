@@ -11,8 +11,8 @@ import monoblock as mb
 from monoblock.baselines.lstm import Recurrent
 from monoblock.config.families import bert, gpt, t5
 from monoblock.config.model import RecurrentConfig
-from monoblock.nn.hooks import is_customized
 from monoblock.nn.lora import LoraLinear
+from monoblock.nn.tap import is_customized
 
 LONG = 600
 QUERY = "decoder.0.attention.query"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from monoblock.errors import ConfigError
-from monoblock.kernels.cpu import onednn
+from monoblock.kernels.cpu import library
 from monoblock.training.runtime import check_device, choose_runtime
 
 
@@ -42,7 +42,7 @@ def test_matrix_products_of_a_run_do_not_change_the_library_of_later_ones(precis
     try:
         runtime.apply_torch_settings()
         before = torch.backends.mkldnn.enabled
-        assert before == onednn.is_fast()
+        assert before == library.is_onednn_fast()
         with warnings.catch_warnings(action="error"), runtime.autocast():
             F.linear(torch.randn(64, 48), torch.randn(32, 48))
         assert torch.backends.mkldnn.enabled == before

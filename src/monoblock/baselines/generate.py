@@ -40,7 +40,7 @@ from monoblock.inference.scheduler import (
     random_streams,
 )
 from monoblock.inference.settings import Settings
-from monoblock.kernels.cpu import onednn
+from monoblock.kernels.cpu import library
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 
@@ -140,7 +140,7 @@ class Decoder:
     def step(self) -> list[RequestOutput]:
         """Advance every running request by one token, or begin the next batch; return the new tokens."""
         with ExitStack() as stack:
-            stack.enter_context(onednn.disabled_where_slow())
+            stack.enter_context(library.without_slow_onednn())
             for model in self.models:
                 stack.enter_context(evaluation_mode(model))
             if self.running:

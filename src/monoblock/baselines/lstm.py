@@ -41,7 +41,7 @@ from monoblock.errors import ConfigError, InputError
 from monoblock.inference.scheduler import Prompt, pad_right
 from monoblock.interop.model_folder import load_model
 from monoblock.interop.save import save_model
-from monoblock.kernels.cpu import onednn
+from monoblock.kernels.cpu import library
 from monoblock.nn.arguments import select_tokens
 from monoblock.nn.generation_options import GeneratedTokens, ModelOptions, TokenRows
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
@@ -387,7 +387,7 @@ def run_lstm(lstm: nn.Module, x: Tensor, lengths: Tensor | None, state: LSTMStat
         start = None if state is None else LSTMState(*(tensor.to(dtype) for tensor in state))
         with torch.autocast("cuda", enabled=False):
             return run_lstm(lstm, x.to(dtype), lengths, start)
-    with onednn.disabled_where_slow():
+    with library.without_slow_onednn():
         if lengths is None:
             out, last = lstm(x, state)
         else:

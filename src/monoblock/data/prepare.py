@@ -62,8 +62,8 @@ from monoblock.data.token_folder import (
     write_manifest,
 )
 from monoblock.errors import ConfigError, FileError, InputError, MonoblockError
-from monoblock.tokenizers.inputs import check_text
 from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.tokenizers.train import check_text
 from monoblock.tokenizers.word_cache import BulkEncoder
 from monoblock.untrusted_files import read_json
 

@@ -9,8 +9,10 @@ new field until the field is added here.  The C++ operators allow fewer values, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,11 +24,11 @@ from monoblock.nn.embedding import Embedding, FrameEmbedding, PatchEmbedding
 from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import ACTIVATIONS, FeedForward
 from monoblock.nn.heads import Head
-from monoblock.nn.hooks import is_customized, is_patched
 from monoblock.nn.linear import Linear
 from monoblock.nn.lora import LoraLinear
 from monoblock.nn.norm import Norm
 from monoblock.nn.stack import Stack
+from monoblock.nn.tap import is_customized
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
 
@@ -155,3 +157,41 @@ def _flatten(config: object, prefix: str = "") -> Iterator[tuple[str, object]]:
         yield path, value
         if is_dataclass(value):
             yield from _flatten(value, f"{path}.")
+
+
+# -- patched classes ------------------------------------------------------------------------------------------------
+
+_CALL_METHODS = ("__call__", "_wrapped_call_impl", "_call_impl")
+_attributes_as_defined: dict[type, tuple[object, ...]] = {}  # of classes whose methods have been checked
+
+
+def is_patched(kind: type[nn.Module]) -> bool:
+    """Return whether a method of a module class, or of one of its base classes, was replaced."""
+    if torch.compiler.is_compiling():  # a compiled graph keeps the methods it was traced with
+        return False
+    for base in kind.__mro__:
+        if base is nn.Module:
+            return not all(_is_defined_in(base.__dict__.get(name), base.__module__) for name in _CALL_METHODS)
+        if _has_replaced_method(base):
+            return True
+    return False
+
+
+def _has_replaced_method(kind: type) -> bool:
+    attributes = tuple(kind.__dict__.values())
+    if _attributes_as_defined.get(kind) == attributes:
+        return False
+    if not all(_is_defined_in(attribute, kind.__module__) for attribute in attributes):
+        return True
+    _attributes_as_defined[kind] = attributes
+    return False
+
+
+def _is_defined_in(attribute: object, module: str) -> bool:
+    """Return whether a function, method or property comes from the source of a module; True for other attributes."""
+    function = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
+    while isinstance(function, FunctionType) and function.__globals__["__name__"] == "torch.utils._contextlib":
+        function = function.__wrapped__  # type: ignore[attr-defined]  # under torch.no_grad()
+    if isinstance(function, FunctionType):
+        return function.__globals__ is vars(sys.modules[module])
+    return not callable(function) or isinstance(function, type)

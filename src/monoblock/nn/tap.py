@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from monoblock.errors import InputError
 
@@ -82,3 +83,22 @@ def tap_argument(module: nn.Module, tap: Tap | None, prefix: str) -> dict[str, A
 def _has_tap_parameter(function: Callable[..., Any]) -> bool:
     parameters = inspect.signature(function).parameters
     return "tap" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def is_customized(module: nn.Module) -> bool:
+    """Return whether a call runs more than the `forward` of the module's class.
+
+    It does if there are hooks, if `forward` was replaced, or after `module.compile()`.
+    """
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+        or "forward" in module.__dict__
+        or module._compiled_call_impl is not None
+    )

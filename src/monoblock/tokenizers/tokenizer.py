@@ -21,7 +21,6 @@ from monoblock.errors import FileError, InputError, did_you_mean
 from monoblock.tokenizers import sampling
 from monoblock.tokenizers.chat_template import render_chat
 from monoblock.tokenizers.components import byte_symbols
-from monoblock.tokenizers.inputs import check_text, check_texts, to_id_list
 from monoblock.tokenizers.special_tokens import UNKNOWN_CHARACTER, find_sentinels
 from monoblock.tokenizers.tokenizer_json import (
     assign_roles,
@@ -33,7 +32,7 @@ from monoblock.tokenizers.tokenizer_json import (
     unknown_token,
     write_tokenizer,
 )
-from monoblock.tokenizers.train import train_tokenizer
+from monoblock.tokenizers.train import check_text, check_texts, train_tokenizer
 from monoblock.untrusted_files import reading
 
 BYTE_BY_SYMBOL = {symbol: value for value, symbol in enumerate(byte_symbols())}
@@ -346,3 +345,11 @@ def _drop_unset(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _drop_unset(item) for key, item in value.items() if item is not None and item is not False}
     return [_drop_unset(item) for item in value] if isinstance(value, list) else value
+
+
+def to_id_list(ids: Any) -> list[int]:
+    """Convert a list, a tensor or an array of ids to a list of int."""
+    values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+        raise InputError("ids are not a list of whole numbers; give one sequence at a time")
+    return values

@@ -25,7 +25,6 @@ from monoblock.tokenizers.components import (
     join_sections,
     template_processing,
 )
-from monoblock.tokenizers.inputs import check_texts
 from monoblock.tokenizers.special_tokens import (
     ROLE_SPELLINGS,
     UNKNOWN_CHARACTER,
@@ -192,3 +191,34 @@ def _train_unigram(texts: list[str], sections: JsonObject, max_pieces: int, min_
     unk_score = min(score for _, score in pieces) - 100
     vocab = [[UNK_TOKEN, unk_score], *map(list, pieces)]
     return {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False}
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+def check_text(text: Any, name: str = "the text") -> None:
+    """Raise InputError unless `text` is a str without lone surrogates, which the `tokenizers` library rejects.
+
+    The error calls the text `name`.
+    """
+    if not isinstance(text, str):
+        raise InputError(f"{name} is a {type(text).__name__}; give a str")
+    if text.isascii():  # a flag that every str stores, so that most texts are not scanned
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        code = ord(text[problem.start])
+        raise InputError(
+            f"{name} holds half a surrogate pair (U+{code:04X} at {problem.start}), which is no character; remove it"
+        ) from None
+
+
+def check_texts(texts: Iterable[str]) -> list[str]:
+    """Check each text with `check_text` and return the texts as a list."""
+    if isinstance(texts, str):
+        raise InputError("texts is one string, which would be read letter by letter; write [text]")
+    texts = list(texts)
+    for index, text in enumerate(texts):
+        check_text(text, "the text" if len(texts) == 1 else f"text {index}")
+    return texts

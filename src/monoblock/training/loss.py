@@ -23,9 +23,8 @@ from monoblock.errors import InputError
 from monoblock.kernels.linear_cross_entropy import linear_cross_entropy, supports_linear_cross_entropy
 from monoblock.nn.experts import RouterTap, load_balancing_loss
 from monoblock.nn.heads import Head
-from monoblock.nn.hooks import is_customized
 from monoblock.nn.norm import HALF_DTYPES
-from monoblock.nn.tap import Tap
+from monoblock.nn.tap import Tap, is_customized
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.tensor_parallel import vocabulary_cross_entropy
 

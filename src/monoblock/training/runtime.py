@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from monoblock.errors import ConfigError, did_you_mean
-from monoblock.kernels.cpu import onednn
+from monoblock.kernels.cpu import library
 from monoblock.kernels.cpu.library import find_compiler
 from monoblock.kernels.fp8_linear import has_fp8
 from monoblock.training.events import DecisionEvent
@@ -48,7 +48,7 @@ class RuntimeConfig:
         torch.use_deterministic_algorithms(self.deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow
         if self.device.type == "cpu":  # set on and off, since an earlier model in this process may have changed it
-            onednn.set_enabled(onednn.is_fast())
+            library.enable_onednn(library.is_onednn_fast())
         if self.device.type == "cuda" and not self.deterministic:
             torch.set_float32_matmul_precision("high")
 

@@ -19,7 +19,7 @@ from monoblock.errors import InputError
 from monoblock.inference.pages import PageCopies, Pages
 from monoblock.inference.runners.cpu import MAX_TOKENS
 from monoblock.inference.scheduler import PLAIN, Edit, Prompt, Request, Row, RowPass, Variant, pad_right
-from monoblock.kernels.cpu import onednn
+from monoblock.kernels.cpu import library
 from monoblock.nn.attention import Attention
 from monoblock.nn.paged_cache import PagedCache, PagedRows
 from monoblock.nn.tap import Tap
@@ -102,7 +102,7 @@ class ModelRunner:
         # Modules of users may do what inference mode forbids, such as FSDP's in-place all-gather.
         is_fast = self.plain is not self.model
         mode: AbstractContextManager[object] = nullcontext() if is_fast else evaluation_mode(self.model)
-        with torch.inference_mode(is_fast), torch.no_grad(), onednn.disabled_where_slow(), mode:
+        with torch.inference_mode(is_fast), torch.no_grad(), library.without_slow_onednn(), mode:
             yield
 
     def model_of(self, variant: Variant) -> Transformer:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from monoblock.kernels.cpu import onednn
+from monoblock.kernels.cpu import library
 from monoblock.kernels.cpu.library import has_matrix_tiles, load_kernels
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -49,7 +49,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     tensors, is_large = (x, weight) if bias is None else (x, weight, bias), x.numel() >= MIN_TILE_ROWS * x.shape[-1]
     if x.dim() > 1 and is_large and is_eager_training(*tensors) and weight.is_contiguous() and has_matrix_tiles():
         return _LinearFunction.apply(x, weight, bias)
-    with onednn.disabled_where_slow():
+    with library.without_slow_onednn():
         return F.linear(x, weight, bias)
 
 

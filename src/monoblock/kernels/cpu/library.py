@@ -1,4 +1,4 @@
-"""Compile and load the C++ kernels of this folder on first use.
+"""Compile and load the C++ kernels of this folder on first use; switch oneDNN off where it is slow.
 
 The compiled library is stored in the user's cache folder under a hash of sources, torch version, compiler and
 processor, so it is compiled only once.  A stored library is loaded only if no other user can have written it, and if it
@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -288,3 +288,34 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# -- oneDNN ---------------------------------------------------------------------------------------------------------
+# On ARM processors without instructions for bfloat16, torch's other library (OpenBLAS) is faster in fp32, and oneDNN
+# does not support bfloat16.  There torch prints a warning at the first linear layer in bfloat16 and switches oneDNN off
+# in the whole process, after which fp32 products are rounded differently; an LSTM raises a RuntimeError.
+
+
+@functools.cache
+def is_onednn_fast() -> bool:
+    """Return whether this processor supports oneDNN in all dtypes and computes with it as fast as without."""
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    return not is_arm or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def enable_onednn(is_enabled: bool) -> None:
+    """Let torch use oneDNN in this process, or not."""
+    torch.backends.mkldnn.enabled = is_enabled  # type: ignore[assignment]  # torch declares a descriptor
+
+
+@contextmanager
+def without_slow_onednn() -> Iterator[None]:
+    """Run the `with` block without oneDNN if `is_onednn_fast()` is False."""
+    if torch.compiler.is_compiling() or is_onednn_fast() or not torch.backends.mkldnn.enabled:
+        yield
+        return
+    enable_onednn(False)
+    try:
+        yield
+    finally:
+        enable_onednn(True)
