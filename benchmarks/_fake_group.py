@@ -1,7 +1,7 @@
 """Count the memory of one rank of many without these ranks: a fake process group, and tensors without data.
 
 `sharded_state_bytes` places every weight with DTensor and `fully_shard` and adds up the shards of rank 0.
-`step_peak_bytes` runs two training steps on fake tensors, which have shapes but no data, and follows every allocation.
+`step_peak_bytes` runs a training step on fake tensors, which have shapes but no data, and follows every allocation.
 Kernels of a GPU that save less than those of a CPU are replaced by functions that save as much; attention is a single
 operator, as on a GPU, so that selective checkpointing keeps its output and log-sum-exp. The loss with the last matrix
 product runs the code of the GPU operator, in which only the functions that write to existing tensors do nothing.
@@ -255,7 +255,7 @@ def gpu_kernels(tracker: AllocationTracker, *, is_split: bool = False) -> Iterat
 def step_peak_bytes(
     config: ModelConfig, plan: ParallelPlan, batch: int, length: int, *, checkpointing: CheckpointMode = False
 ) -> int:
-    """Return the peak of the second of two training steps on rank 0, as the trainer runs them."""
+    """Return the peak of a training step on rank 0, as the trainer runs it when the optimizer states exist."""
     with ExitStack() as stack:
         mesh = stack.enter_context(fake_group(plan)) if plan.size > 1 else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -267,12 +267,13 @@ def step_peak_bytes(
         optimizers, loss = build_optimizers(model), CrossEntropyLoss()
         ids = torch.zeros(batch, length, dtype=torch.long)
         inputs = {"source": ids, "target": ids} if config.family == "encoder-decoder" else {"source": ids}
-        for _ in range(2):  # the optimizer states exist from the second step on
-            tracker.peak = 0
-            with torch.autocast("cpu", torch.bfloat16):
-                value = loss(model, inputs, ids) / ids.numel()
-            value.backward()
-            optimizers.step()
-            optimizers.zero_grad()
-            del value
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        optimizers.step()
+        optimizers.zero_grad()
+        tracker.peak = 0
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(model, inputs, ids) / ids.numel()
+        value.backward()
+        optimizers.step()
         return tracker.peak

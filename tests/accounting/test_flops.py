@@ -5,6 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+from support import tiny_names
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,7 +18,7 @@ from monoblock.config.families import bert, gpt, llama, t5, vaswani
 from monoblock.config.knobs import vary
 from monoblock.config.model import AttentionConfig, FramesConfig, RecurrentConfig
 from monoblock.config.parts import HEADS_WITH_CLASSES
-from monoblock.config.presets import PRESETS, preset, tiny
+from monoblock.config.presets import preset, tiny
 from monoblock.errors import InputError
 from monoblock.model import Transformer
 
@@ -63,18 +65,23 @@ def count_flops(run):
     return counter.get_total_flops()
 
 
-def assert_flops(config, tap, **sizes):
-    model = build_model(config)
-    inputs, lengths = model_inputs(config, **sizes)
+def assert_flops(config, tap, device="meta", **sizes):
+    model = build_model(config, device)
+    inputs, lengths = model_inputs(config, device, **sizes)
     costs = account(config).flops(sizes.get("batch", BATCH), **lengths)
-    assert count_flops(lambda: model(*inputs, tap=tap)) == costs.forward
-    assert count_flops(lambda: model(*inputs, tap=tap).sum().backward()) == costs.training
+    with FlopCounterMode(display=False) as counter:
+        output = model(*inputs, tap=tap)
+        assert counter.get_total_flops() == costs.forward
+        output.sum().backward()
+    assert counter.get_total_flops() == costs.training
 
 
 @pytest.mark.parametrize("tap", [None, identity_tap], ids=["fused", "plain path"])
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in EXPERTS])
+@pytest.mark.parametrize("name", [name for name in tiny_names() if name not in EXPERTS])
 def test_a_tiny_preset_has_the_flops_that_torch_counts(name, tap):
-    assert_flops(tiny(name), tap)
+    """On the CPU, which is faster than the meta device, with products instead of a kernel that the counter ignores."""
+    with sdpa_kernel(SDPBackend.MATH):
+        assert_flops(tiny(name), tap, "cpu")
 
 
 @pytest.mark.parametrize("name", NAMED)
