@@ -14,8 +14,10 @@ def interrupted_step(engine, call):
 
     A generator is no such function: it is also called when it is dropped, where Python ignores errors.
 
-    Return the outputs, [] if it was interrupted, and the number of calls.
+    Return the outputs, [] if it was interrupted, and the number of calls. Calls are not counted if `call` is None.
     """
+    if call is None:
+        return engine.step(), None
     count = 0
 
     def interrupt(frame, event, _):

@@ -1,5 +1,6 @@
 """Recorded beam search without a GPU: replaying runs the step again, in the same buffers."""
 
+import functools
 import random
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from monoblock.inference.speculative import PromptLookup
 from monoblock.inference.supported_models import SUPPORTED, unsupported_field
 from monoblock.nn.attention import attend
 
-SOURCES = ([5, 7, 11, 2, 3], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3], [12, 13], [40, 8, 1, 30])
+SOURCES = ((5, 7, 11, 2, 3), (1, 2, 3), (9, 8, 7, 6, 5, 4, 3), (12, 13), (40, 8, 1, 30))
 SETTINGS = Settings(max_new_tokens=13, num_beams=3, num_return_sequences=2, eos_token_id=(2, 7, 19))
 
 
@@ -305,6 +306,7 @@ KINDS = {
 }
 
 
+@functools.cache
 def alone(model, source, settings):
     """The tokens that one request gets in pages, by sequence."""
     return run(plain_engine(model), {0: [(source, settings)]})[0][0]
@@ -323,7 +325,7 @@ def run(engine, arrivals, cancelled=(), interrupts=None):
             numbers[request] = len(numbers)
         for request in [own for own, number in numbers.items() if (step, number) in cancelled]:
             engine.cancel(request)
-        for output in interrupted_step(engine, (interrupts or {}).get(step, 0))[0]:
+        for output in interrupted_step(engine, (interrupts or {}).get(step))[0]:
             assert output.error is None
             number = numbers[output.request_id]
             assert (step, number) not in cancelled

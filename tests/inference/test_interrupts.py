@@ -61,11 +61,14 @@ def collect(outputs, texts, ends):
 
 
 def decode_with_interrupts(case, interrupts):
-    """Decode all requests; `interrupts` gives the call at which to interrupt a step, for each step that has one."""
+    """Decode all requests; `interrupts` gives the call at which to interrupt a step, for each step that has one.
+
+    Without any, the calls of every step are counted.
+    """
     engine, texts, ends, steps, calls = make_engine(case), {}, {}, 0, []
     add_all(engine, case)
     while engine.busy:
-        outputs, count = interrupted_step(engine, interrupts.get(steps, 0))
+        outputs, count = interrupted_step(engine, interrupts.get(steps, None if interrupts else 0))
         calls.append(count)
         collect(outputs, texts, ends)
         steps += 1
