@@ -7,6 +7,7 @@ a source; `parameters` then follows from the configuration and is not a publishe
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from monoblock.config.families import bart, bert, gpt, llama, t5, vaswani, vit
 from monoblock.config.knobs import FieldValues, rebuild, vary
@@ -20,6 +21,7 @@ from monoblock.config.model import (
     ModelConfig,
     NormConfig,
     PatchConfig,
+    Repeat,
     Rotary,
     StackConfig,
 )
@@ -457,10 +459,15 @@ def _shrink(part: object, values: FieldValues) -> None:
         values["head_dim"] = TINY_HEAD_DIM if part.head_dim is not None else None
         values["scale"] = TINY_HEAD_DIM**-0.5 if part.scale not in (None, 1.0) else part.scale
     if isinstance(part, StackConfig):
-        runs = (replace(run, times=min(run.times, 2 if len(run.blocks) == 1 else 1)) for run in values["pattern"])
-        values["pattern"] = tuple(runs)
+        values["pattern"] = tuple(_shrink_run(run) for run in values["pattern"])
     if isinstance(part, HeadConfig) and part.classes is not None:
         values["classes"] = min(part.classes, 7)
+
+
+def _shrink_run(run: Repeat) -> Repeat:
+    """Keep one of equal neighbours, and repeat a single block at most twice."""
+    blocks = tuple(block for block, _ in groupby(run.blocks))
+    return replace(run, blocks=blocks, times=min(run.times, 2 if len(blocks) == 1 else 1))
 
 
 _TINY_SIZES: dict[type, dict[str, int]] = {
