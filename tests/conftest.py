@@ -1,15 +1,24 @@
 """Fixtures of all tests."""
 
 import functools
+import gc
 from pathlib import Path
 
 import pytest
-import torch
-
-from monoblock.data.corpora import bible
 
 # Folders of tests that take long; the others, which are short, then fill the time until both workers are done.
 FIRST_FOLDERS = ("parallel", "kill", "training", "experiments", "interop", "kernels", "accounting", "course", "runs")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Import all tests without the garbage collector, which then never looks at what they have imported."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items):
@@ -20,6 +29,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True, scope="session")
 def clean_verses_once():
     """Clean each verse of the packaged Bibles, which many tests read, only once."""
+    from monoblock.data.corpora import bible  # not above, for the process that only gives out the tests
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bible, "clean_verse", functools.cache(bible.clean_verse))
         yield
@@ -28,6 +39,8 @@ def clean_verses_once():
 @pytest.fixture(autouse=True)
 def restore_onednn():
     """Undo what torch does on ARM processors without bfloat16: the first such product switches oneDNN off for good."""
+    import torch
+
     before = torch.backends.mkldnn.enabled
     yield
     torch.backends.mkldnn.enabled = before

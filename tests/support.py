@@ -10,14 +10,16 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from monoblock.config import presets
 from monoblock.config.families import bert, gpt, llama, vaswani
 from monoblock.config.model import EmbeddingConfig, ModelConfig
-from monoblock.config.presets import PRESETS, tiny
+from monoblock.config.presets import PRESETS
 from monoblock.model import Transformer
 from monoblock.nn.norm import Norm
 
 B, T, S = 11, 13, 17
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-10}
+tiny = functools.cache(presets.tiny)
 
 
 # -- presets and models ---------------------------------------------------------------------------------------------
