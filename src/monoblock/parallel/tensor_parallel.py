@@ -327,11 +327,12 @@ def first_row(rows: int, mesh: DeviceMesh) -> int:
     return min(mesh.get_local_rank() * size, rows)
 
 
-def vocabulary_cross_entropy(logits: DTensor, labels: Tensor, *, ignore_index: int, label_smoothing: float) -> Tensor:
+def vocabulary_cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int, label_smoothing: float) -> Tensor:
     """Compute F.cross_entropy with reduction="sum" for logits (N, V) that are split along the vocabulary.
 
     No process needs all logits: the maximum, the sum of the exponentials and the logit of the label are exchanged.
     """
+    assert isinstance(logits, DTensor)
     mesh, part = logits.device_mesh, logits.to_local()
     group, part, vocab = mesh.get_group(), part.float() if part.dtype in HALF_DTYPES else part, logits.shape[-1]
     highest = part.detach().amax(-1)

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from monoblock.accounting.fused_loss import MIN_CLASSES, pad_classes, rows_at_a_time
 from monoblock.data.encode import IGNORE_INDEX
@@ -26,7 +25,6 @@ from monoblock.nn.heads import Head
 from monoblock.nn.norm import HALF_DTYPES
 from monoblock.nn.tap import Tap, is_customized
 from monoblock.nn.transformer import Transformer
-from monoblock.parallel.tensor_parallel import vocabulary_cross_entropy
 
 MEAN_TOLERANCE = 1e-3  # relative difference between the losses of a row and of the same row twice
 
@@ -187,7 +185,9 @@ class CrossEntropyLoss:
         The logits have shape (…, classes), and the labels have shape (…).
         """
         flat = logits.reshape(-1, logits.shape[-1])
-        if isinstance(flat, DTensor):  # the vocabulary is split among processes
+        if hasattr(flat, "device_mesh"):  # a DTensor: the vocabulary is split among processes
+            from monoblock.parallel.tensor_parallel import vocabulary_cross_entropy  # takes a second to import
+
             return vocabulary_cross_entropy(
                 flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, label_smoothing=self.label_smoothing
             )
