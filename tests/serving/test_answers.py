@@ -276,6 +276,23 @@ def test_the_usage_counts_the_tokens_of_prompts_that_were_found_in_pages(client,
     assert [one.usage.prompt_tokens_details.cached_tokens for one in answers] == [0, full, full, 2 * full]
 
 
+@pytest.mark.parametrize(
+    ("stated", "temperature"),
+    [(None, 1.0), ({"do_sample": True, "temperature": 0.3}, 0.3), ({"do_sample": False}, 0.0)],
+)
+def test_a_folder_that_says_nothing_of_sampling_has_the_default_of_openai(tmp_path, pipe, stated, temperature):
+    import monoblock as mb
+    from monoblock.serving.requests import CompletionBody
+
+    pipe.model.save_pretrained(tmp_path)
+    pipe.tokenizer.save_pretrained(tmp_path)
+    if stated is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    model = ServedModel("tiny", mb.load(tmp_path))
+    job = model.job(CompletionBody(model="tiny", prompt=PROMPT), model.encode(PROMPT))
+    assert job.settings.temperature == temperature
+
+
 def test_answers_that_wait_are_cancelled_with_their_timeout(client):
     with pytest.raises(openai.APIStatusError) as caught:
         client.completions.create(model="tiny", prompt=PROMPT, max_tokens=70, extra_body={"timeout": 0.001})

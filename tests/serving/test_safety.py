@@ -12,7 +12,7 @@ import pytest
 from serving_support import KEY, ask, running_server, tiny_app, tiny_pipeline
 
 from monoblock.errors import InputError
-from monoblock.serving import process
+from monoblock.serving import engine_loop, process
 from monoblock.serving.app import create_app
 from monoblock.serving.process import check_address
 from monoblock.serving.security import MAX_BODY, is_open
@@ -99,6 +99,11 @@ def test_an_address_in_use_is_one_line():
         ({**COMPLETION, "prompt": [-1]}, "id -1"),
         ({**COMPLETION, "prompt": [10**30]}, "id 1000"),
         ({**COMPLETION, "prompt": [[]]}, "prompt"),
+        ({**COMPLETION, "prompt": [True] * 500_000}, "write a text, token ids"),
+        ({**COMPLETION, "prompt": [[1], *[["a"]] * 1000]}, "prompt.1.0"),
+        ({**COMPLETION, "logit_bias": dict.fromkeys(map(str, range(9000)), "x")}, "at most 1024 entries"),
+        ({**COMPLETION, **dict.fromkeys(map(str, range(9000)), "x")}, "at most 1024 entries"),
+        ({**COMPLETION, "structured_outputs": {"choice": [1] * 500_000}}, "choice"),
         ({**COMPLETION, "prompt": ["a"] * 300}, "at most 256"),
         ({**COMPLETION, "prompt": "the " * 300}, "shorten it"),
         ({**COMPLETION, "stop": [""]}, "stop"),
@@ -127,7 +132,9 @@ def test_an_address_in_use_is_one_line():
     ],
 )
 def test_a_wrong_request_is_one_line_that_names_the_field(server, body, message):
+    start = time.monotonic()
     status, answer = fetch(server[1], "/v1/completions", body)
+    assert time.monotonic() - start < 5
     assert status in (400, 404)
     error = json.loads(answer)["error"]
     assert message in error["message"]
@@ -168,6 +175,48 @@ def test_a_body_in_chunks_is_limited_too(server):
             for _ in range(MAX_BODY // (1 << 16) + 2):
                 connection.sendall(b"10000\r\n" + b" " * (1 << 16) + b"\r\n")
         assert connection.recv(1 << 16).split(b" ")[1] == b"413"
+
+
+def test_headers_are_limited_in_size(server):
+    host, port = server[1].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        received = b"?"
+        with contextlib.suppress(OSError):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+            for number in range(100):
+                connection.sendall(b"X-%d: %s\r\n" % (number, b"a" * 4096))
+            received = connection.recv(1)
+        assert received in (b"", b"?")
+
+
+def test_a_full_server_refuses_a_request_before_it_has_its_body(server, monkeypatch):
+    monkeypatch.setattr(server[0].gate, "most", 0)
+    host, port = server[1].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        connection.sendall(f"{head}Content-Length: 1000\r\n\r\n".encode())
+        answer = connection.recv(1 << 16)
+    assert answer.split(b" ")[1] == b"429"
+    assert b"retry-after: 1" in answer
+    assert fetch(server[1], "/v1/models")[0] == 200
+    assert fetch(server[1], "/v1/completions", COMPLETION, Authorization=None)[0] == 401
+
+
+def test_steps_with_prompts_become_short_when_they_take_long(monkeypatch):
+    body = {"prompt": [*range(5, 85)], "max_tokens": 4, "temperature": 0}
+    ((_, whole),) = ask(tiny_app(exact=True), ("/v1/completions", body))
+    monkeypatch.setattr(engine_loop, "STEP_SECONDS", 0.0)
+    gate = tiny_app(exact=True)
+    scheduler = gate.app.state.server.models["tiny"].loop.engine.scheduler
+    scheduler.step_tokens = 40
+    counts = []
+    select = scheduler._select_passes
+    monkeypatch.setattr(
+        scheduler, "_select_passes", lambda: [passes := select(), counts.append(len(passes[0].tokens))][0]
+    )
+    ((_, cut),) = ask(gate, ("/v1/completions", body))
+    assert cut["choices"] == whole["choices"]
+    assert counts[:2] == [40, engine_loop.LEAST_STEP_TOKENS]
 
 
 def test_headers_that_come_slowly_end_the_connection_also_of_a_second_request(monkeypatch):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from monoblock.runs.pipeline import Pipeline
     from monoblock.serving.served_model import ServedModel
 
-PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra [serve]
+PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")  # of the extra [serve]
 CHECK_FAILED = 3  # exit code
 
 

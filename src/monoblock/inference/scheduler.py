@@ -152,13 +152,14 @@ def check_prompt(prompt: Prompt, limits: ModelLimits, capacity: int) -> None:
             f"a source of {len(prompt.source)} tokens is longer than the encoder's {limits.max_source} positions; "
             f"shorten the source"
         )
-    _check_ids(prompt.ids, limits.vocab_size, "prompt")
+    check_ids(prompt.ids, limits.vocab_size, "prompt")
     if prompt.source is not None and limits.source_vocab_size is not None:
-        _check_ids(prompt.source, limits.source_vocab_size, "source")
+        check_ids(prompt.source, limits.source_vocab_size, "source")
 
 
-def _check_ids(ids: tuple[int, ...], vocab_size: int, name: str) -> None:
-    if min(ids) < 0 or max(ids) >= vocab_size:
+def check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
+    """Raise InputError for a token id outside a vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise InputError(
             f"token id {show(wrong)} is outside the vocabulary of {vocab_size} tokens; "
@@ -408,6 +409,8 @@ class Scheduler:
     ) -> None:
         self.pages, self.sources, self.max_rows, self.chunk = pages, sources, max_rows, chunk
         self.reuses_prefixes = reuses_prefixes
+        self.step_tokens = MAX_STEP_TOKENS  # tokens of prompts in one step, at most
+        self.num_prompt_tokens = 0  # of the step that was planned last
         self.waiting: list[Request] = []
         self.running: list[Request] = []  # in pages, in the order of their admission
         self.searching: list[Request] = []  # in recorded steps; they have one shape
@@ -454,7 +457,7 @@ class Scheduler:
         # The beams of a search advance together, so none runs its newest token before the others have caught up.
         behind = [row.request for row, count in zip(rows, pending, strict=True) if count > 1]
         held = {request for request in behind if request.is_beam_search and request.is_started}
-        passes, left = [], MAX_STEP_TOKENS
+        passes, left = [], self.step_tokens
         for row, start, count in zip(rows, starts, pending, strict=True):
             request, wanted = row.request, count
             if request in held:
@@ -466,6 +469,7 @@ class Scheduler:
                 is_scored = request.settings.score_prompt and not request.is_started
                 num_logits = wanted if is_scored else int(wanted == count)
                 passes.append(RowPass(row, row.tokens[start : start + wanted], start, num_logits))
+        self.num_prompt_tokens = self.step_tokens - left
         return passes
 
     # -- admission and preemption ---------------------------------------------------------------------------------

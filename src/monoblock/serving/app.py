@@ -22,12 +22,11 @@ from monoblock.serving import openai_routes, own_routes
 from monoblock.serving.engine_loop import Draining, QueueFull
 from monoblock.serving.metrics import Metrics
 from monoblock.serving.requests import FIELDS, REFUSED
-from monoblock.serving.security import Gate, TooLarge, TooSlow, error_body
+from monoblock.serving.security import Gate, TooLarge, TooSlow, error_body, retry_header
 from monoblock.serving.served_model import OutOfTime, ServedModel, TooLong
 
 logger = logging.getLogger("monoblock.serving")
 CHAT_PAGE = Path(__file__).with_name("chat.html")
-RETRY_SECONDS = "1"
 PROBLEMS = (MonoblockError, RequestValidationError, HTTPException, TooLarge, TooSlow, Exception)
 HTTP_MESSAGES = {
     404: "there is no such route; GET /openapi.json lists them",
@@ -120,6 +119,7 @@ def create_app(
     server.routes = {"/", *app.openapi()["paths"]}
     gate = Gate(app, keys, hosts, **({} if max_body is None else {"max_body": max_body}))
     gate.report = server.report
+    gate.most = sum(model.loop.most for model in server.models.values())
     return gate
 
 
@@ -161,8 +161,7 @@ def describe(problem: Exception) -> tuple[int, dict[str, Any]]:
 
 async def answer_problem(request: Request, problem: Exception) -> Response:
     status, body = describe(problem)
-    headers = {"retry-after": RETRY_SECONDS} if status in (429, 503) else None
-    return JSONResponse(body, status, headers)
+    return JSONResponse(body, status, retry_header(status))
 
 
 def _first_error(problem: RequestValidationError) -> tuple[str, str | None]:

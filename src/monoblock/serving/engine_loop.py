@@ -22,10 +22,12 @@ from typing import Any, TypeVar
 
 from monoblock.errors import InputError, MonoblockError
 from monoblock.inference.engine import Engine
-from monoblock.inference.scheduler import Edit, Prompt, RequestOutput
+from monoblock.inference.scheduler import MAX_STEP_TOKENS, Edit, Prompt, RequestOutput
 from monoblock.inference.settings import Settings
 
 T = TypeVar("T")
+STEP_SECONDS = 0.2  # that a step with prompts should take at most: others wait for it, also those that want to leave
+LEAST_STEP_TOKENS = 32
 
 
 class QueueFull(MonoblockError):
@@ -61,7 +63,8 @@ class EngineLoop:
     """
 
     def __init__(self, engine: Engine, *, max_queue: int = 256) -> None:
-        self.engine, self.max_queue = engine, max_queue
+        self.engine = engine
+        self.most = engine.max_rows + max_queue  # requests that are taken at a time
         self.statistics = LoopStatistics()
         self.num_open = 0  # requests that have not ended, those of the engine and those before it
         self.is_draining = False
@@ -112,13 +115,12 @@ class EngineLoop:
 
     def check_room(self, count: int = 1) -> None:
         """Raise QueueFull or Draining if so many further requests are not taken now, InputError if they never are."""
-        most = self.engine.max_rows + self.max_queue
-        if count > most:
-            raise InputError(f"{count} texts are more than this server takes at a time; send at most {most}")
+        if count > self.most:
+            raise InputError(f"{count} texts are more than this server takes at a time; send at most {self.most}")
         if self.is_draining:
             raise Draining("the server is shutting down; send the request to another one, or later")
-        if self.num_open + count > most:
-            raise QueueFull(f"{self.num_open} requests are running or waiting, and this server takes {most}; try again")
+        if self.num_open + count > self.most:
+            raise QueueFull(f"{self.num_open} requests are running or waiting, at most {self.most} may be; try again")
 
     async def _outputs(self, ticket: _Ticket, count: int) -> AsyncGenerator[RequestOutput, None]:
         while count:
@@ -132,7 +134,7 @@ class EngineLoop:
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
         """Run a function in the thread between two steps, and return its result."""
-        self.check_room()
+        self.check_room(0)
         assert self._event_loop is not None
         future = self._event_loop.create_future()
 
@@ -196,8 +198,13 @@ class EngineLoop:
                 self.engine.cancel(request_id)
                 self._to_event_loop(ticket.outputs.put_nowait, problem)
             return
+        seconds = time.perf_counter() - start
         self.statistics.steps += 1
-        self.statistics.step_seconds += time.perf_counter() - start
+        self.statistics.step_seconds += seconds
+        scheduler = self.engine.scheduler
+        if scheduler.num_prompt_tokens:
+            tokens = int(scheduler.num_prompt_tokens * STEP_SECONDS / seconds)
+            scheduler.step_tokens = min(max(tokens, LEAST_STEP_TOKENS), MAX_STEP_TOKENS)
         self.statistics.tokens += sum(len(output.tokens) for output in outputs)
         pairs = [(self._tickets.get(output.request_id), output) for output in outputs]
         self._to_event_loop(_hand_over, [(ticket, output) for ticket, output in pairs if ticket is not None])

@@ -10,39 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from monoblock.errors import InputError
 from monoblock.inspection.edits import Edit, ablate
 from monoblock.model import Transformer
+from monoblock.serving.requests import InspectBody
 
 MAX_TOKENS = 512  # new ones of a request that looks inside
 MAX_NUMBERS = 2_000_000  # weights of attention in an answer
-
-
-class EditBody(BaseModel):
-    """An ablation of activations, as `mb.ablate` makes one."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    names: Annotated[str, Field(max_length=200)]
-    method: Literal["zero", "mean"] = "zero"
-    heads: Annotated[list[int], Field(max_length=1024)] | None = None
-    positions: Annotated[list[int], Field(max_length=1024)] | None = None
-
-
-class InspectBody(BaseModel):
-    """lens: how many tokens per layer; attention: pairs [layer, head]; edits: what to ablate."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    lens: Annotated[int, Field(ge=1, le=10)] | None = None
-    attention: Annotated[list[Annotated[list[int], Field(min_length=2, max_length=2)]], Field(max_length=16)] = []
-    edits: Annotated[list[EditBody], Field(max_length=16)] = []
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from monoblock.errors import InputError
 from monoblock.inference.scheduler import TokenScores
 from monoblock.serving.metrics import TokenClock
 from monoblock.serving.receipts import make_receipt
-from monoblock.serving.requests import MAX_PROMPTS, ChatBody, CompletionBody, DecodingBody, ResponsesBody
+from monoblock.serving.requests import MAX_PROMPTS, ChatBody, CompletionBody, DecodingBody, ResponsesBody, as_list
 from monoblock.serving.served_model import Job, OutOfTime, Piece, ServedModel, merge, split_seed
-from monoblock.serving.streams import EventStream, begin, unless_gone
+from monoblock.serving.streams import EventStream, begin, prepare, unless_gone
 
 router = APIRouter(prefix="/v1")
 
@@ -166,13 +166,16 @@ def _wants_usage(body: DecodingBody) -> bool:
 async def completions(request: Request, body: CompletionBody) -> Response | dict[str, Any]:
     """Continue one or several prompts."""
     model = request.app.state.server.model(body.model, "completions")
-    prompts = [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else list(body.prompt)
+    prompts = as_list(body.prompt)
     if len(prompts) > MAX_PROMPTS:
         raise InputError(f"prompt has {len(prompts)} texts; send at most {MAX_PROMPTS} in a request")
     model.loop.check_room(len(prompts))
-    encoded = await asyncio.to_thread(lambda: [model.encode(prompt) for prompt in prompts])
     extra = {} if body.logprobs is None else {"logprobs": body.logprobs, "score_prompt": body.echo}
-    jobs = await asyncio.to_thread(lambda: model.jobs(body, encoded, extra=extra, salt=request.state.salt))
+
+    def make_jobs() -> list[Job]:
+        return model.jobs(body, [model.encode(prompt) for prompt in prompts], extra=extra, salt=request.state.salt)
+
+    jobs = await prepare(request, make_jobs, is_quick=body.is_quick)
     return await _respond(request, Answer(request, model, jobs, body, "cmpl"), _completion, _completion_events)
 
 
@@ -256,10 +259,13 @@ async def _chat_job(
 ) -> Job:
     messages = [{**message, "content": _plain_text(message.get("content"))} for message in messages]
     tools = body.tools if isinstance(body, ChatBody) and body.tool_choice != "none" else None
-    prompt = await asyncio.to_thread(lambda: model.encode_chat(messages, **({"tools": tools} if tools else {})))
     extra = {"logprobs": body.top_logprobs or 0} if isinstance(body, ChatBody) and body.logprobs else {}
-    options = {"extra": extra, "salt": request.state.salt, "new_text": True}
-    return (await asyncio.to_thread(lambda: model.jobs(body, [prompt], **options)))[0]
+
+    def make_job() -> Job:
+        prompt = model.encode_chat(messages, **({"tools": tools} if tools else {}))
+        return model.jobs(body, [prompt], extra=extra, salt=request.state.salt, new_text=True)[0]
+
+    return await prepare(request, make_job, is_quick=body.is_quick)
 
 
 def _plain_text(content: Any) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -21,16 +22,34 @@ from monoblock.serving.requests import (
     FillBody,
     TokenizeBody,
     TranslateBody,
+    as_list,
 )
 from monoblock.serving.served_model import ServedModel
 from monoblock.serving.streams import end_tasks, unless_gone
 from monoblock.tasks.classification import Prediction
+from monoblock.tasks.embedding import embed_texts
 
 router = APIRouter()
+T = TypeVar("T")
+Row = TypeVar("Row", str, list[int])
+PART = 8192  # tokens or characters that a model reads between two steps of its engine
 
 
-def _texts(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value
+async def _long_answer(work: Callable[[], dict[str, Any]]) -> Response:
+    """Return what `work` returns as JSON; both are done in another thread."""
+    return Response(await asyncio.to_thread(lambda: json.dumps(work())), media_type="application/json")
+
+
+async def _in_parts(
+    model: ServedModel, rows: list[Row], function: Callable[[list[Row], range], Iterable[T]]
+) -> list[T]:
+    """Return what a function of rows and their numbers returns, called for a few at a time: the engine goes on."""
+    found: list[T] = []
+    while len(found) < len(rows):
+        first, sizes = len(found), itertools.accumulate(map(len, rows[len(found) :]))
+        last = first + max(1, sum(1 for size in sizes if size <= PART))
+        found.extend(await model.loop.call(function, rows[first:last], range(first, last)))
+    return found
 
 
 @router.post("/v1/embeddings", response_model=None)
@@ -40,14 +59,18 @@ async def embeddings(request: Request, body: EmbeddingsBody) -> Response | dict[
     width = model.pipe.model.config.width
     if body.dimensions not in (None, width):
         raise InputError(f"dimensions={body.dimensions} is not the width of {model.name}; leave it out: {width}")
-    texts = _texts(body.input)
+
+    def encode() -> list[list[int]]:
+        encode = model.text_tokenizer.encode
+        return [encode(text) if isinstance(text, str) else text for text in as_list(body.input)]
+
+    def embed(rows: list[list[int]], numbers: range) -> Iterable[np.ndarray]:
+        vectors = embed_texts(model.pipe, rows, pooling=body.pooling, lines=numbers)
+        return vectors.float().cpu().numpy().astype(np.float32)
 
     async def work() -> Response:
-        parts = [  # between which the engine makes steps
-            await model.loop.call(lambda part=part: model.pipe.embed(part, pooling=body.pooling).float().cpu().numpy())
-            for part in (texts[first : first + 32] for first in range(0, len(texts), 32))
-        ]
-        rows = np.concatenate(parts).astype(np.float32)
+        texts = await asyncio.to_thread(encode)
+        rows = await _in_parts(model, texts, embed)
         as_base64 = body.encoding_format == "base64"
         data = [
             {
@@ -57,10 +80,9 @@ async def embeddings(request: Request, body: EmbeddingsBody) -> Response | dict[
             }
             for index, row in enumerate(rows)
         ]
-        count = await asyncio.to_thread(lambda: sum(len(model.pipe.tokenizer.encode(text)) for text in texts))
+        count = sum(map(len, texts))
         usage = {"prompt_tokens": count, "total_tokens": count}
-        answer = {"object": "list", "model": model.name, "data": data, "usage": usage}
-        return Response(await asyncio.to_thread(lambda: json.dumps(answer)), media_type="application/json")
+        return await _long_answer(lambda: {"object": "list", "model": model.name, "data": data, "usage": usage})
 
     return await unless_gone(request, work())
 
@@ -69,7 +91,7 @@ async def embeddings(request: Request, body: EmbeddingsBody) -> Response | dict[
 async def translate(request: Request, body: TranslateBody) -> Response | dict[str, Any]:
     """Translate texts, with beam search as the model's folder says; the n best of each, and which words are which."""
     model: ServedModel = request.app.state.server.model(body.model, "translate")
-    texts = _texts(body.input)
+    texts = as_list(body.input)
     model.loop.check_room(len(texts))
     beams = max(body.num_beams or model.pipe.defaults.options.get("num_beams", 1), body.n_best)
     given = {"length_penalty": body.length_penalty, "max_new_tokens": body.max_tokens}
@@ -105,10 +127,10 @@ async def translate(request: Request, body: TranslateBody) -> Response | dict[st
 async def classify(request: Request, body: ClassifyBody) -> Response | dict[str, Any]:
     """Return the most probable classes of each text."""
     model: ServedModel = request.app.state.server.model(body.model, "classify")
-    texts = _texts(body.input)
+    texts = as_list(body.input)
 
     async def work() -> dict[str, Any]:
-        rows = await model.loop.call(lambda: model.pipe.classify(texts, top=body.top))
+        rows = await _in_parts(model, texts, lambda part, lines: model.pipe.classify(part, top=body.top, lines=lines))
         return _listed(model, [{"classes": _predictions(row, "label")} for row in rows])
 
     return await unless_gone(request, work())
@@ -118,10 +140,10 @@ async def classify(request: Request, body: ClassifyBody) -> Response | dict[str,
 async def fill(request: Request, body: FillBody) -> Response | dict[str, Any]:
     """Return the most probable tokens for each mask of each text."""
     model: ServedModel = request.app.state.server.model(body.model, "fill")
-    texts = _texts(body.input)
+    texts = as_list(body.input)
 
     async def work() -> dict[str, Any]:
-        rows = await model.loop.call(lambda: model.pipe.fill(texts, top=body.top))
+        rows = await _in_parts(model, texts, lambda part, lines: model.pipe.fill(part, top=body.top, lines=lines))
         return _listed(
             model, [{"text": row.text, "masks": [_predictions(mask, "token") for mask in row.masks]} for row in rows]
         )
@@ -138,12 +160,16 @@ def _listed(model: ServedModel, rows: Iterable[dict[str, Any]]) -> dict[str, Any
     return {"object": "list", "model": model.name, "data": [{"index": index, **row} for index, row in enumerate(rows)]}
 
 
-@router.post("/tokenize")
-async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
+@router.post("/tokenize", response_model=None)
+async def tokenize(request: Request, body: TokenizeBody) -> Response:
     """Cut a text into tokens."""
     tokenizer = request.app.state.server.find(body.model).text_tokenizer
-    ids = await asyncio.to_thread(lambda: tokenizer.encode(body.text, add_specials=body.add_special_tokens))
-    return {"tokens": ids, "pieces": [tokenizer.token(token) for token in ids], "count": len(ids)}
+
+    def work() -> dict[str, Any]:
+        ids = tokenizer.encode(body.text, add_specials=body.add_special_tokens)
+        return {"tokens": ids, "pieces": [tokenizer.token(token) for token in ids], "count": len(ids)}
+
+    return await _long_answer(work)
 
 
 @router.post("/detokenize")

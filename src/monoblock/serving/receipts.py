@@ -23,7 +23,8 @@ from monoblock.errors import FileError
 from monoblock.inference.engine import Engine
 from monoblock.inference.scheduler import Edit
 from monoblock.inference.settings import Settings
-from monoblock.serving.inspect_request import InspectBody, Inspection
+from monoblock.serving.inspect_request import Inspection
+from monoblock.serving.requests import InspectBody
 
 if TYPE_CHECKING:
     from monoblock.serving.served_model import Job, ServedModel

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from monoblock.errors import InputError
 from monoblock.inference.settings import Settings
-from monoblock.serving.inspect_request import InspectBody
+from monoblock.serving.constraints import MAX_CHOICES
 
 MAX_PROMPTS = 256  # of one request
+MAX_INPUTS = 2048  # of one request for embeddings
+MAX_ENTRIES = 1024  # of an object
 MAX_TEXT = 1 << 20  # characters of a prompt or an input
 MAX_STOPS = 16
 MAX_SEQUENCES = 128
@@ -39,50 +42,98 @@ SETTINGS_NAMES = {
     "min_tokens": "min_new_tokens",
 }
 
+
+def several(least: int, most: int) -> Any:
+    """Return the limits of a list; its first wrong item is reported, and no further one is looked at."""
+    return Field(min_length=least, max_length=most, fail_fast=True)
+
+
+def limit_entries(value: Any) -> Any:
+    """Refuse an object with very many entries, each of which would be an error of its own."""
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise PydanticCustomError("entries", f"an object has at most {MAX_ENTRIES} entries; send fewer")
+    return value
+
+
+def _kind_of_input(value: Any) -> str:
+    """Return which of the four types of an input is meant, so that a long one is looked at once."""
+    first = value[0] if isinstance(value, list) and value else None
+    return "str" if isinstance(value, str) else f"list[{'list' if isinstance(first, list) else type(first).__name__}]"
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return an input as a list of texts or of token ids."""
+    return value if isinstance(value, list) and not isinstance(value[0], int) else [value]
+
+
+Short = BeforeValidator(limit_entries)
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
-Ids = Annotated[list[int], Field(min_length=1, max_length=MAX_TEXT)]
+Ids = Annotated[list[int], several(1, MAX_TEXT)]
+Input = Annotated[
+    Annotated[Text, Tag("str")]
+    | Annotated[list[Text], several(1, MAX_INPUTS), Tag("list[str]")]
+    | Annotated[Ids, Tag("list[int]")]
+    | Annotated[list[Ids], several(1, MAX_INPUTS), Tag("list[list]")],
+    Discriminator(
+        _kind_of_input,
+        custom_error_type="input",
+        custom_error_message="write a text, token ids, or a list of texts or of token ids, which is not empty",
+    ),
+]
 
 
-class Body(BaseModel):
-    """A request, whose fields all have the type that they are declared with."""
+class Strict(BaseModel):
+    """An object whose fields are known, and all have the type that they are declared with."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    limit_entries = model_validator(mode="before")(limit_entries)
 
+
+class Body(Strict):
     model: Annotated[str, Field(max_length=512)]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False  # accepted: nothing is obfuscated
 
 
-class JsonSchema(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class JsonSchema(Strict):
     name: str = "answer"
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Strict):
     """One constraint of the text: a JSON schema, a regular expression, a list of choices or a grammar (Lark)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     json_: dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], several(0, MAX_CHOICES)] | None = None
     grammar: str | None = None
+
+
+class EditBody(Strict):
+    """An ablation of activations, as `mb.ablate` makes one."""
+
+    names: Annotated[str, Field(max_length=200)]
+    method: Literal["zero", "mean"] = "zero"
+    heads: Annotated[list[int], Field(max_length=1024)] | None = None
+    positions: Annotated[list[int], Field(max_length=1024)] | None = None
+
+
+class InspectBody(Strict):
+    """lens: how many tokens per layer; attention: pairs [layer, head]; edits: what to ablate."""
+
+    lens: Annotated[int, Field(ge=1, le=10)] | None = None
+    attention: Annotated[list[Annotated[list[int], Field(min_length=2, max_length=2)]], Field(max_length=16)] = []
+    edits: Annotated[list[EditBody], Field(max_length=16)] = []
 
 
 class DecodingBody(Body):
@@ -98,10 +149,10 @@ class DecodingBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Short] | None = None
     min_tokens: int | None = None
     seed: int | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop: Text | Annotated[list[Text], several(0, MAX_STOPS)] | None = None
     num_beams: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     length_penalty: float | None = None
     length_penalty_form: Literal["length", "gnmt"] | None = None
@@ -117,12 +168,17 @@ class DecodingBody(Body):
     inspect: InspectBody | None = None
 
     user: str | None = None
-    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Short] | None = None
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether no grammar has to be compiled, and no weights read, before the text begins."""
+        return self.response_format is None and self.structured_outputs is None and not self.receipt
 
     def ignored_fields(self) -> list[str]:
         return [name for name in IGNORED if name in self.model_fields_set and getattr(self, name) is not None]
@@ -169,7 +225,7 @@ def _token_numbers(bias: dict[str, float]) -> dict[int, float]:
 
 
 class CompletionBody(DecodingBody):
-    prompt: Text | Annotated[list[Text] | Ids | list[Ids], Field(min_length=1, max_length=MAX_TEXT)]
+    prompt: Input
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
@@ -179,21 +235,21 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)  # a template may read what a model needs
 
     role: str
-    content: Text | list[dict[str, Any]] | None = None
+    content: Text | Annotated[list[dict[str, Any]], several(0, 10_000)] | None = None
 
 
 class ChatBody(DecodingBody):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[list[Message], several(1, 10_000)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tools: Annotated[list[dict[str, Any]], several(0, 128)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
 
 
 class ResponsesBody(DecodingBody):
-    input: Text | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
+    input: Text | Annotated[list[dict[str, Any]], several(1, 10_000)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: dict[str, Any] | None = None
@@ -201,7 +257,7 @@ class ResponsesBody(DecodingBody):
 
 
 class EmbeddingsBody(Body):
-    input: Text | Annotated[list[Text], Field(min_length=1, max_length=2048)]
+    input: Input
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     pooling: Literal["mean", "cls", "last"] | None = None
@@ -209,7 +265,7 @@ class EmbeddingsBody(Body):
 
 
 class TranslateBody(Body):
-    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    input: Text | Annotated[list[Text], several(1, MAX_PROMPTS)]
     num_beams: Annotated[int, Field(ge=1, le=64)] | None = None
     n_best: Annotated[int, Field(ge=1, le=64)] = 1
     length_penalty: float | None = None
@@ -219,7 +275,7 @@ class TranslateBody(Body):
 
 
 class ClassifyBody(Body):
-    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    input: Text | Annotated[list[Text], several(1, MAX_PROMPTS)]
     top: Annotated[int, Field(ge=1, le=1000)] = 1
 
 
@@ -233,7 +289,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    tokens: Annotated[list[int], Field(max_length=MAX_TEXT)]
+    tokens: Annotated[list[int], several(0, MAX_TEXT)]
 
 
 BODIES = (CompletionBody, ChatBody, ResponsesBody, EmbeddingsBody, TranslateBody, FillBody, TokenizeBody)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import AbstractAsyncContextManager
@@ -23,6 +24,7 @@ OPEN_PATHS = ("/", "/health", "/ready")  # without a key; a test compares them w
 OPEN_FOLDERS = ("/static/",)
 MAX_BODY = 4 << 20  # bytes
 BODY_SECONDS = 30.0  # until a body has arrived
+RETRY_SECONDS = "1"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -47,7 +49,9 @@ class Gate:
         assert self.digests, "a server has at least one key"
         self.hosts = {*LOCAL_HOSTS, *(host.lower() for host in hosts)}
         self.is_draining = False
-        self.num_requests = 0  # that have not been answered to the end
+        self.num_requests = self.num_asking = 0  # that have not been answered to the end, and those to models
+        self.turn = asyncio.Lock()
+        self.most = math.inf  # requests to models at a time; of further ones, not even the body is read
         self.report: Callable[[str, str, int, float], None] = lambda method, path, status, seconds: None
 
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
@@ -70,20 +74,27 @@ class Gate:
             status = message.get("status", status)
             await send(message)
 
+        asks_model = scope["method"] == "POST" and scope["path"].startswith("/v1/")
         self.num_requests += 1
         try:
-            refusal = self._refusal(scope["path"], headers)
+            refusal = self._refusal(scope["path"], headers, asks_model)
             if refusal is not None:
                 await answer_error(note_status, *refusal)
                 return
             digest = self._matching_key(headers)
             scope["state"] = {**scope.get("state", {}), "salt": None if digest is None else digest.hex()[:16]}
-            await self.app(scope, _Limited(receive, self.max_body), note_status)
+            self.num_asking += asks_model
+            try:
+                async with self.turn:  # requests begin one by one, so that one that is refused does not wait for many
+                    await asyncio.sleep(0)
+                await self.app(scope, _Limited(receive, self.max_body), note_status)
+            finally:
+                self.num_asking -= asks_model
         finally:
             self.num_requests -= 1
             self.report(scope["method"], scope["path"], status, time.perf_counter() - start)
 
-    def _refusal(self, path: str, headers: dict[str, str]) -> tuple[int, str, str, str | None] | None:
+    def _refusal(self, path: str, headers: dict[str, str], asks_model: bool) -> tuple[int, str, str, str | None] | None:
         """Return status, message, type and code of the error for a request that may not pass."""
         host = _name(headers.get("host", ""))
         if host not in self.hosts:
@@ -100,6 +111,8 @@ class Gate:
             return 413, f"the request is larger than {self.max_body:,} bytes", "invalid_request_error", "too_large"
         if self.is_draining and not is_open(path):
             return 503, "the server is shutting down; try another one, or later", "server_error", "shutting_down"
+        if asks_model and self.num_asking >= self.most:
+            return 429, "as many requests are running and waiting as fit; try again", "rate_limit_error", "queue_full"
         return None
 
     def _matching_key(self, headers: dict[str, str]) -> bytes | None:
@@ -158,11 +171,14 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-async def answer_error(
-    send: Send, status: int, message: str, kind: str, code: str | None = None, headers: dict[str, str] | None = None
-) -> None:
+def retry_header(status: int) -> dict[str, str]:
+    """Return the header that tells a client when to try again, if it may."""
+    return {"retry-after": RETRY_SECONDS} if status in (429, 503) else {}
+
+
+async def answer_error(send: Send, status: int, message: str, kind: str, code: str | None = None) -> None:
     body = json.dumps(error_body(message, kind, code)).encode()
-    more = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
-    pairs = [(name.encode(), value.encode()) for name, value in more.items()]
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **retry_header(status)}
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": body})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+SHORT_BODY = 4096  # bytes of a request whose prompts are encoded in the event loop
 WRITE_SECONDS = 20.0  # that a client may leave an event unread
 GONE = Response(status_code=499)  # nobody reads it
 
@@ -31,6 +32,12 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Res
         return task.result() if task.done() else GONE
     finally:
         await end_tasks(task, watch)
+
+
+async def prepare(request: Request, work: Callable[[], T], *, is_quick: bool) -> T:
+    """Return the result of `work`, from another thread unless it is quick and the request is short."""
+    length = int(request.headers.get("content-length", SHORT_BODY + 1))
+    return work() if is_quick and length <= SHORT_BODY else await asyncio.to_thread(work)
 
 
 async def end_tasks(*tasks: asyncio.Task[Any]) -> None:

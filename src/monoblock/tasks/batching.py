@@ -130,10 +130,11 @@ def enumerate_lines(rows: Sequence[Any], lines: Sequence[int] | None) -> Iterato
 
 
 def fit_to_context(
-    loaded: LoadedModel, line: int, text: str, encode: Callable[[str], list[int]], long: str
+    loaded: LoadedModel, line: int, text: Any, encode: Callable[[Any], list[int]], long: str
 ) -> list[EncodedInput]:
     """Encode a text as one input, or as several if it is longer than the context and long="split".
 
+    text: what `encode` makes token ids of; only a string can be split.
     line: the line number for error messages, counted from 0.
     long: what to do with a text that is longer than the context: "refuse", "cut" or "split" it.
     """
@@ -142,7 +143,7 @@ def fit_to_context(
     encoded = template(encode(text))
     if not encoded.num_truncated or long == "cut":
         return [encoded]
-    if long == "refuse":
+    if long == "refuse" or not isinstance(text, str):
         raise too_long_error(line, len(loaded.input_template()(encode(text)).ids), limit)
     try:
         parts = split_text(text, lambda part: not template(encode(part)).num_truncated)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from monoblock.errors import InputError, did_you_mean
+from monoblock.inference.scheduler import check_ids
 from monoblock.model import Transformer
 from monoblock.nn.heads import pool
 from monoblock.tasks.batching import (
@@ -31,7 +32,7 @@ NEAREST_BATCH = 1024  # vectors that are compared with all candidates at once
 
 def embed_texts(
     loaded: LoadedModel,
-    texts: Sequence[str],
+    texts: Sequence[str | Sequence[int]],
     *,
     pooling: str | None = None,
     normalize: bool = True,
@@ -40,7 +41,7 @@ def embed_texts(
     lines: Sequence[int] | None = None,
     progress: ProgressCallback | None = None,
 ) -> Tensor:
-    """Return the embeddings of texts, of shape (texts, D).
+    """Return the embeddings of texts, or of texts that are token ids already, of shape (texts, D).
 
     pooling: "mean" of the token vectors, or "cls" or "last", the vector of the first or last token; None uses the
         model's default. Only the last token of a decoder-only model has attended to the whole text.
@@ -52,7 +53,13 @@ def embed_texts(
     if not isinstance(model, Transformer):
         raise InputError("an LSTM gives no embeddings; give a Transformer")
     check_long_mode(long)
-    encode = loaded.tokenizer.encode
+
+    def encode(text: str | Sequence[int]) -> list[int]:
+        if isinstance(text, str):
+            return loaded.tokenizer.encode(text)
+        check_ids(text, loaded.tokenizer.vocab_size, "text")
+        return list(text)
+
     texts_in_parts = [fit_to_context(loaded, line, text, encode, long) for line, text in enumerate_lines(texts, lines)]
 
     def forward(source: Tensor, **inputs: Any) -> Tensor:

@@ -346,10 +346,10 @@ def read_generation_defaults(folder: ModelFolder, tokenizer: Tokenizer) -> Gener
 
     data = folder.read_json(GENERATION_CONFIG_FILE)
     options = {name: value for name, value in values.items() if name in SETTINGS_FIELDS}
-    if not values.get("do_sample", folder.is_run):  # Hugging Face files give a temperature even without sampling
+    if values.get("do_sample", folder.is_run):
+        options.setdefault("temperature", 1.0)
+    elif "do_sample" in values:  # Hugging Face files give a temperature even without sampling
         options["temperature"] = 0.0
-    elif "temperature" not in options:
-        options["temperature"] = 1.0
     if is_count(options.get("num_beams")):
         options["temperature"] = 0.0
     for name, token in (("eos_token_id", tokenizer.eos_id), ("pad_token_id", tokenizer.pad_id)):
@@ -361,7 +361,7 @@ def read_generation_defaults(folder: ModelFolder, tokenizer: Tokenizer) -> Gener
     known = SETTINGS_FIELDS | UNREPORTED_FIELDS | {DECODER_START_KEY}
     ignored = tuple(sorted(name for name, value in data.items() if name not in known and not is_neutral(name, value)))
     try:
-        parse_settings({"num_beams": 1, **options})
+        parse_settings({"temperature": 0.0, "num_beams": 1, **options})
     except (InputError, TypeError) as problem:
         raise FileError(f"{path / GENERATION_CONFIG_FILE}: {problem}") from None
     start = values.get(DECODER_START_KEY)
