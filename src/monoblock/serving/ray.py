@@ -110,4 +110,5 @@ def app(args: Arguments) -> serve.Application:
         ray_actor_options={"num_cpus": args.cpus, "num_gpus": args.gpus},
         request_router_config=RequestRouterConfig(request_router_class=SAME_BEGINNING_SAME_REPLICA),
     )(ModelReplica).bind(partial(load_served, models, **options), keys, hosts)
-    return serve.deployment(max_ongoing_requests=MAX_OPEN)(Front).bind(replicas, keys, hosts)
+    front = serve.deployment(max_ongoing_requests=MAX_OPEN, ray_actor_options={"num_cpus": 0})
+    return front(Front).bind(replicas, keys, hosts)
