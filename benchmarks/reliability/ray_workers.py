@@ -227,6 +227,23 @@ def clients_that_go_free_their_pages(folder: Path, scale: float) -> str:
     return f"{count} disconnects, no page in use within {seconds:.1f} s"
 
 
+def what_does_not_fit_is_refused(folder: Path, scale: float) -> str:
+    """Two replicas that take 4 requests each, and a queue of 8: a flood gets status 200 or 429, each request one."""
+    count = max(60, round(600 * scale))
+
+    async def work() -> list[int]:
+        async with server.client() as client:
+            body = {"model": "toy", "prompt": PROMPT, "max_tokens": 150}
+            answers = await gather(lambda n: client.post("/v1/completions", json=body), count, at_once=60)
+        assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
+        return [answer.status_code for answer in answers]
+
+    with ray_serving(str(folder / "toy"), at_once=4, max_queue=8) as server:
+        statuses = asyncio.run(work())
+    assert set(statuses) == {200, 429}
+    return f"{count} requests: {statuses.count(200)} answered, {statuses.count(429)} refused"
+
+
 def a_batch_survives_its_workers(folder: Path, scale: float) -> str:
     """`monoblock batch --ray`, two workers, one killed again and again: every request is answered once, as without."""
     count, kills, chance = round(20_000 * scale), max(2, round(10 * scale)), random.Random(1)
@@ -278,6 +295,7 @@ GOALS = [
     replicas_that_are_killed_cost_no_answer,
     one_replica_has_the_beginning,
     clients_that_go_free_their_pages,
+    what_does_not_fit_is_refused,
     a_batch_survives_its_workers,
     token_files_do_not_depend_on_the_workers,
 ]

@@ -7,6 +7,7 @@ die again, and as many as there is work for.
 """
 # Annotations are no strings here: Ray reads that of `app`.
 
+import asyncio
 from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path
@@ -90,8 +91,9 @@ class Front:
             raise ReplicaLost("the process that answered has ended; send the request again") from None
         except BackPressureError:
             raise QueueFull("as many requests are waiting as this server takes; try again") from None
-        finally:
+        except (asyncio.CancelledError, GeneratorExit):  # the client has gone
             answer.cancel()
+            raise
 
 
 def app(args: Arguments) -> serve.Application:

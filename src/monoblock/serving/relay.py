@@ -47,7 +47,7 @@ async def _answer(ask: Ask, scope: Message, body: bytes, send: Send) -> None:
     key = find_beginning(body)
     for attempt in range(1, ATTEMPTS + 1):
         start: list[Message] = []  # held until more comes, so that another replica can still give the answer
-        has_begun = False
+        has_begun = is_complete = False
         try:
             async with aclosing(ask(scope, body, key)) as answer:
                 async for message in answer:
@@ -56,10 +56,11 @@ async def _answer(ask: Ask, scope: Message, body: bytes, send: Send) -> None:
                         continue
                     for part in (*start, message):
                         await send(part)
-                    start, has_begun = [], True
-                    if not message.get("more_body", False):
-                        return
+                    start, has_begun, is_complete = [], True, not message.get("more_body", False)
+            return
         except ReplicaLost as problem:
+            if is_complete:
+                return
             if has_begun:  # only a stream of events is sent in parts
                 event = f"data: {json.dumps(describe(problem)[1])}\n\n"
                 await send({"type": "http.response.body", "body": event.encode()})
