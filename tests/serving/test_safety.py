@@ -7,6 +7,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from serving_support import KEY, ask, running_server, tiny_app, tiny_pipeline
@@ -217,6 +218,17 @@ def test_steps_with_prompts_become_short_when_they_take_long(monkeypatch):
     ((_, cut),) = ask(gate, ("/v1/completions", body))
     assert cut["choices"] == whole["choices"]
     assert counts[:2] == [40, engine_loop.LEAST_STEP_TOKENS]
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.1, 1), (1e-9, engine_loop.MAX_BURST)])
+def test_bursts_get_the_length_that_takes_a_moment(monkeypatch, seconds, expected):
+    """Of steps without prompts, which end no later than `seconds` after they begin by the clock of this test."""
+    gate, clock = tiny_app(), iter(range(10**6))
+    engine = gate.app.state.server.models["tiny"].loop.engine
+    engine.max_burst = 8
+    monkeypatch.setattr(engine_loop, "time", SimpleNamespace(perf_counter=lambda: next(clock) * seconds))
+    ask(gate, ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0}))
+    assert engine.max_burst == expected
 
 
 def test_headers_that_come_slowly_end_the_connection_also_of_a_second_request(monkeypatch):

@@ -21,13 +21,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from monoblock.errors import InputError, MonoblockError
-from monoblock.inference.engine import Engine
+from monoblock.inference.engine import MAX_BURST, Engine
 from monoblock.inference.scheduler import MAX_STEP_TOKENS, Edit, Prompt, RequestOutput
 from monoblock.inference.settings import Settings
 
 T = TypeVar("T")
 STEP_SECONDS = 0.2  # that a step with prompts should take at most: others wait for it, also those that want to leave
 LEAST_STEP_TOKENS = 32
+BURST_SECONDS = 0.04  # that a burst of steps on a GPU should take at most: its tokens are sent when it has ended
 
 
 class QueueFull(MonoblockError):
@@ -205,6 +206,10 @@ class EngineLoop:
         if scheduler.num_prompt_tokens:
             tokens = int(scheduler.num_prompt_tokens * STEP_SECONDS / seconds)
             scheduler.step_tokens = min(max(tokens, LEAST_STEP_TOKENS), MAX_STEP_TOKENS)
+        elif not BURST_SECONDS / 2 <= seconds <= BURST_SECONDS:
+            burst = self.engine.max_burst
+            burst = burst // 2 if seconds > BURST_SECONDS else burst * 2
+            self.engine.max_burst = min(max(burst, 1), MAX_BURST)
         self.statistics.tokens += sum(len(output.tokens) for output in outputs)
         pairs = [(self._tickets.get(output.request_id), output) for output in outputs]
         self._to_event_loop(_hand_over, [(ticket, output) for ticket, output in pairs if ticket is not None])
