@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import click
 from architecture_picture import build_architecture_picture
@@ -29,6 +29,7 @@ from monoblock.config.field_description import (
     type_words,
 )
 from monoblock.config.knobs import StyleKnobs, list_knobs, read_knob
+from monoblock.config.schema import union_members
 from monoblock.experiments.claims import CLAIMS, Claim
 from monoblock.experiments.library import EXPERIMENTS, load_experiment
 from monoblock.experiments.report import Report
@@ -283,29 +284,17 @@ The families take every knob as a further argument, and a recipe has the same na
 # Sizes that differ from those of the other arguments; the values do not matter.
 SIZES = {"vocab": 8, "width": 8, "depth": 1, "heads": 2, "context": 8, "image": 8, "patch": 4, "classes": 2}
 
-CLASSES = (
-    model.ModelConfig,
-    model.EmbeddingConfig,
-    model.PatchConfig,
-    model.FramesConfig,
-    model.StackConfig,
-    model.Repeat,
-    model.BlockConfig,
-    model.AttentionConfig,
-    model.FeedForwardConfig,
-    model.ExpertsConfig,
-    model.NormConfig,
-    model.Learned,
-    model.Sinusoid,
-    model.Rotary,
-    model.Scaling,
-    model.Alibi,
-    model.Buckets,
-    model.HeadConfig,
-    model.InitConfig,
-    model.QuantizeConfig,
-    model.RecurrentConfig,
-)
+
+def _classes_of_fields(cls: type) -> Iterator[type]:
+    """Yield a configuration class and the classes of its fields, as a tree from the top."""
+    yield cls
+    for hint in get_type_hints(cls).values():
+        for member in union_members(hint):
+            inner = get_args(member)[0] if get_origin(member) is tuple else member
+            yield from _classes_of_fields(inner) if dataclasses.is_dataclass(inner) else ()
+
+
+CLASSES = tuple(dict.fromkeys((*_classes_of_fields(model.ModelConfig), model.RecurrentConfig)))
 CLASS_NAMES = {cls.__name__ for cls in CLASSES}
 
 

@@ -12,27 +12,29 @@ from monoblock.config.families import (
 )
 from monoblock.config.knobs import vary as vary
 from monoblock.config.model import (
-    Alibi as Alibi,
     AttentionConfig as AttentionConfig,
     BlockConfig as BlockConfig,
-    Buckets as Buckets,
     EmbeddingConfig as EmbeddingConfig,
     ExpertsConfig as ExpertsConfig,
     FeedForwardConfig as FeedForwardConfig,
     FramesConfig as FramesConfig,
     HeadConfig as HeadConfig,
     InitConfig as InitConfig,
-    Learned as Learned,
     ModelConfig as ModelConfig,
     NormConfig as NormConfig,
     PatchConfig as PatchConfig,
     QuantizeConfig as QuantizeConfig,
     RecurrentConfig as RecurrentConfig,
     Repeat as Repeat,
+    StackConfig as StackConfig,
+)
+from monoblock.config.parts import (
+    Alibi as Alibi,
+    Buckets as Buckets,
+    Learned as Learned,
     Rotary as Rotary,
     Scaling as Scaling,
     Sinusoid as Sinusoid,
-    StackConfig as StackConfig,
 )
 from monoblock.config.presets import PRESETS as PRESETS, preset as preset, tiny as tiny
 from monoblock.doctor.report import Finding as Finding, Report as Report

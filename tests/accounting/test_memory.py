@@ -25,6 +25,7 @@ from monoblock.config.model import (
     NormConfig,
     RecurrentConfig,
 )
+from monoblock.config.parts import NORM_ROWS
 from monoblock.config.presets import PRESETS, preset, tiny
 from monoblock.errors import ConfigError
 from monoblock.model import Transformer
@@ -339,6 +340,7 @@ UNUSUAL = {
     "buckets of each block": change_fields(GPT, AttentionConfig={"positions": Buckets(shared=False)}),
     "QK norm of each head": change_fields(GPT, AttentionConfig=PER_HEAD),
     "QK norm over the width": change_fields(LLAMA, AttentionConfig={"qk_norm": NormConfig(), "qk_norm_over": "width"}),
+    **{f"norm {kind}": vary(GPT, norm=kind, qk_norm=True) for kind in NORM_ROWS if kind != "layer"},
     "clipped": change_fields(GPT, AttentionConfig={"clip": 3.0}),
     "values of another size": vary(GPT, value_dim=7),
     "layer scale": change_fields(GPT, BlockConfig={"layer_scale": 0.1}),

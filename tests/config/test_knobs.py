@@ -9,7 +9,7 @@ from support import block_configs, is_encoder_decoder, preset_names
 from monoblock.accounting.report import account
 from monoblock.config.families import bert, gpt, llama, t5, vaswani, vit
 from monoblock.config.knobs import KNOBS, OTHER_NAMES, POSITION_SCHEMES, rebuild, resize_pattern, vary
-from monoblock.config.model import Alibi, Buckets, HeadConfig, Learned, Repeat, Rotary, Sinusoid, StackConfig
+from monoblock.config.model import HeadConfig, Repeat, StackConfig
 from monoblock.config.presets import tiny
 from monoblock.config.schema import nearest_divisor
 from monoblock.errors import ConfigError
@@ -201,9 +201,8 @@ def test_positions_replace_the_old_scheme_everywhere(config, positions):
         varied.input.positions,
         {type(block.attention.positions) for block in block_configs(varied)},
     )
-    kinds = {"rotary": Rotary, "alibi": Alibi, "buckets": Buckets}
-    assert attention_positions == {kinds.get(positions, type(None))}
-    assert isinstance(input_positions, {"learned": Learned, "sinusoid": Sinusoid}.get(positions, type(None)))
+    assert attention_positions == {type(POSITION_SCHEMES[positions].inside)}
+    assert type(input_positions) is type(POSITION_SCHEMES[positions].added)
     assert all(block.cross is None or block.cross.positions is None for block in block_configs(varied))
 
 

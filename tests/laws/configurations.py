@@ -27,7 +27,14 @@ from monoblock.config.model import (
     Sinusoid,
     StackConfig,
 )
-from monoblock.config.parts import HEADS_WITH_CLASSES, SEQUENCE_HEADS, VOCABULARY_HEADS, Activation
+from monoblock.config.parts import (
+    HEADS_WITH_CLASSES,
+    NORM_ROWS,
+    POSITION_SCHEMES,
+    SEQUENCE_HEADS,
+    VOCABULARY_HEADS,
+    Activation,
+)
 
 WIDTH, VOCAB, CONTEXT, HIDDEN = 12, 19, 29, 7
 
@@ -38,9 +45,8 @@ def optional(strategy):
 
 @st.composite
 def norm_configs(draw):
-    kind = draw(st.sampled_from(("layer", "layer", "rms", "rms", "batch", "none")))
-    affines = {"rms": ("scale", "none"), "none": ("none",)}.get(kind, ("scale_shift", "scale", "none"))
-    affine = draw(st.sampled_from(affines))
+    kind = draw(st.sampled_from(("layer", "rms", *NORM_ROWS)))  # the usual ones more often
+    affine = draw(st.sampled_from(NORM_ROWS[kind].affine))
     return NormConfig(
         kind=kind,
         affine=affine,
@@ -72,7 +78,7 @@ def rotary_configs(draw, size):
 
 
 BIAS_POSITIONS = (
-    Alibi(),
+    *(row.inside for row in POSITION_SCHEMES.values() if row.inside is not None and row.inside.bias),
     Alibi(max_bias=4.0),
     Alibi(form="falcon"),
     Buckets(count=8, max_distance=11),
@@ -172,6 +178,7 @@ def stack_configs(draw, mask, *, cross=False):
 
 @st.composite
 def embedding_configs(draw, vocab=VOCAB, dims=(None, None, 5, WIDTH)):
+    added = [row.added for row in POSITION_SCHEMES.values()]
     sinusoids = [Sinusoid(form=form, offset=1) for form in ("interleaved", "halves", "fairseq")]
     return EmbeddingConfig(
         vocab=vocab,
@@ -179,7 +186,7 @@ def embedding_configs(draw, vocab=VOCAB, dims=(None, None, 5, WIDTH)):
         dim=draw(st.sampled_from(dims)),
         projection_bias=draw(st.booleans()),
         scale=draw(st.sampled_from((1.0, 0.5, "sqrt_width"))),
-        positions=draw(st.sampled_from((None, Learned(), Learned(offset=2), *sinusoids))),
+        positions=draw(st.sampled_from((*added, Learned(offset=2), *sinusoids))),
         segments=draw(st.sampled_from((0, 2))),
         norm=draw(optional(norm_configs())),
     )

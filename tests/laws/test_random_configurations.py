@@ -20,10 +20,13 @@ from support import (
 )
 
 from monoblock.accounting.report import account
-from monoblock.config.model import ModelConfig
+from monoblock.config.knobs import rebuild
+from monoblock.config.model import FeedForwardConfig, ModelConfig, NormConfig
+from monoblock.config.parts import ACTIVATION_ROWS, NORM_ROWS, POSITION_SCHEMES
 from monoblock.model import Transformer
 
 ROWS, LENGTH = 3, 11
+NAMES = ("kind", "activation")
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
@@ -38,6 +41,21 @@ def random_text(config, length=LENGTH, seed=0):
 
 def random_source(config):
     return random_tokens(ROWS, 7, config.input.vocab, seed=5) if is_encoder_decoder(config) else None
+
+
+def test_every_norm_activation_and_position_scheme_occurs():
+    seen = set()
+
+    @examples(90)
+    @given(all_models())
+    def collect(config):
+        rebuild(config, lambda part, values: seen.update((type(part), getattr(part, name, "")) for name in NAMES))
+
+    collect()
+    assert {(NormConfig, kind) for kind in NORM_ROWS} <= seen
+    assert {(FeedForwardConfig, kind) for kind in ACTIVATION_ROWS} <= seen
+    parts = [part for row in POSITION_SCHEMES.values() for part in row[:2] if part]
+    assert {(type(part), part.kind) for part in parts} <= seen
 
 
 @examples(24)

@@ -3,7 +3,7 @@
 The table lists what is saved for each token, in elements of the computing dtype. Sizes are named as in parameters.py,
 and S is the number of keys:
 
-    norm                     D, its input; none: 0
+    norm                     D for each tensor that it saves (NORM_ROWS)
     self-attention           D + H·K + G·K + G·Kv + H·Kv: its input, queries, keys, values, the input of the last matrix
       QK norm, clip          what they read once more: H·K + G·K; with clip also G·Kv; norms of each head twice
       plain                  H·S attention weights, twice with dropout; counted separately as `attention_elements`
@@ -87,7 +87,7 @@ NOTHING = SavedActivations()
 
 
 def norm_elements(norm: NormConfig | None, elements: int) -> int:
-    return elements if norm is not None and norm.row.saves_input else 0
+    return norm.row.tensors * elements if norm is not None else 0
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def bias_activations(attention: AttentionConfig, length: int, *, fused: bool, re
 def feedforward_activations(feedforward: FeedForwardConfig, width: int, rows: int) -> SavedActivations:
     if not feedforward.hidden:
         return NOTHING
-    tensors, saves_output, _ = ACTIVATION_ROWS[feedforward.activation]
+    _, tensors, saves_output, _ = ACTIVATION_ROWS[feedforward.activation]
     drops, experts = feedforward.dropout > 0, feedforward.experts
     if feedforward.gated:
         tensors += 3 + (2 if feedforward.clamp is not None else 0)

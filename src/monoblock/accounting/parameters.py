@@ -169,8 +169,8 @@ def _frame_parameters(frames: FramesConfig, width: int) -> Iterator[tuple[str, i
 def _attention_parameters(name: str, attention: AttentionConfig, width: int) -> Iterator[tuple[str, int]]:
     query, key, value, output = attention_linears(attention, width)
     yield name, sum(linear.num_parameters for linear in (query, key, value, output))
-    norm_size = 2 * attention.key_size(width) if attention.qk_norm_over == "head" else query.outputs + key.outputs
-    yield f"{name}.qk_norm", norm_parameters(attention.qk_norm, norm_size)
+    sizes = [attention.key_size(width)] * 2 if attention.qk_norm_over == "head" else [query.outputs, key.outputs]
+    yield f"{name}.qk_norm", sum(norm_parameters(attention.qk_norm, size) for size in sizes)
     yield f"{name}.sinks", attention.heads if attention.sinks else 0
     yield f"{name}.positions", attention.table_rows(shared=False) * attention.num_unpruned_heads
 

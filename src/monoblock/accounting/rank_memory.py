@@ -56,6 +56,7 @@ from monoblock.accounting.activations import (
     block_mode,
     head_activations,
     kept_activations,
+    norm_elements,
     outside_activations,
 )
 from monoblock.accounting.flops import BatchShape
@@ -179,9 +180,8 @@ def _to_bytes(saved: SavedActivations) -> int:
 
 def _norm_extra(norm: NormConfig | None, plan: ParallelPlan) -> int:
     """Return the bytes that a norm saves for an element of its input beyond two."""
-    if norm is None or not norm.row.saves_input:
-        return 0
-    return 4 if norm.row.saves_normalized and plan.shard > 1 else 2
+    again = norm is not None and norm.row.saves_normalized and plan.shard > 1
+    return 2 * (norm_elements(norm, 1) + again)
 
 
 def _block_bytes(
@@ -200,7 +200,7 @@ def _block_bytes(
     copies = 0 if plan.shard > 1 else 2 * rank_block_parameters(block, plan.tensor).matrices
     hidden = rows * narrow.feedforward.hidden * (feedforward.experts.top_k if feedforward.experts else 1)
     backward = saved + 2 * hidden * (3 if feedforward.gated else 2) + (copies if mode else 0)
-    if norm_extra > 2:
+    if block.norm.row.saves_normalized and plan.shard > 1:
         backward = max(backward, kept + RMS_NORM_BYTES * elements)
     return BlockBytes(kept, 0 if mode == "selective" else copies, backward)
 

@@ -138,7 +138,7 @@ def _set_norm_place(part: BlockConfig | StackConfig, values: FieldValues, norm_p
 def _set_positions(part: EmbeddingConfig | PatchConfig | BlockConfig, values: FieldValues, positions: str) -> None:
     """Set the positions of the input and of self-attention; for image patches, sinusoids encode row and column."""
     _check_choice("positions", positions, POSITION_SCHEMES)
-    added, inside = POSITION_SCHEMES[positions]  # type: ignore[index]
+    added, inside, _ = POSITION_SCHEMES[positions]  # type: ignore[index]
     if isinstance(part, BlockConfig):
         values["attention"]["positions"] = inside
     else:
@@ -298,13 +298,7 @@ class StyleKnobs(TypedDict, total=False):
     qk_norm: Annotated[bool, Knob(BlockConfig, "Dehghani et al. 2023", apply=_set_qk_norm)]
     # how positions are encoded
     positions: Annotated[
-        PositionScheme,
-        Knob(
-            (*ANY_INPUT, BlockConfig),
-            "sinusoid: Vaswani et al. 2017; learned: Gehring et al. 2017; rotary: Su et al. 2021; "
-            "alibi: Press et al. 2022; buckets: Raffel et al. 2020",
-            apply=_set_positions,
-        ),
+        PositionScheme, Knob((*ANY_INPUT, BlockConfig), _papers(POSITION_SCHEMES), apply=_set_positions)
     ]
     # base of the rotary wavelengths
     rotary_base: Annotated[float, Knob(Rotary, "Su et al. 2021", field="base", is_late=True)]
@@ -327,7 +321,7 @@ class StyleKnobs(TypedDict, total=False):
     # number of experts in each feed-forward network; without this knob there are none
     experts: Annotated[int, Knob(FeedForwardConfig, "Shazeer et al. 2017", apply=_set_experts)]
     top_k: Annotated[int, Knob(ExpertsConfig, "Shazeer et al. 2017", is_late=True)]  # number of experts for each token
-    # LayerNorm, RMSNorm, BatchNorm over rows and positions, or no norm
+    # how sublayers, embeddings and outputs are normalized
     norm: Annotated[NormKind, Knob(NormConfig, _papers(NORM_ROWS), apply=_set_norm_kind)]
     eps: Annotated[float, Knob(NormConfig)]  # added to the variance or mean square in a norm
     # where a sublayer is normalized

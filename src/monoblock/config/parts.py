@@ -82,7 +82,7 @@ class Rotary:
     layout: Literal["half", "interleaved"] = "half"  # pairs (i, i + K/2) or (2i, 2i + 1)
     scaling: Scaling | None = None  # scaling for longer contexts; None: not scaled
 
-    adds_bias, table_rows, shared = False, 0, False  # as in Buckets
+    bias, table_rows, shared = "", 0, False  # as in Buckets
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -93,6 +93,11 @@ class Rotary:
                 f"rotary dim={self.dim} must be even, because pairs are rotated; write {max(2, self.dim + 1)}"
             )
 
+    @property
+    def label(self) -> str:
+        part = f" of {self.dim} features" if self.dim is not None else ""
+        return f"rotary positions{part}" + (f", {self.scaling.kind}" if self.scaling else "")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Alibi:
@@ -102,7 +107,7 @@ class Alibi:
     form: Literal["distance", "falcon"] = "distance"  # falcon: slope * key position in bf16, scaled like the scores
     max_bias: float = 8.0  # the smallest slope is 2 to the power of minus this
 
-    adds_bias, table_rows, shared = True, 0, False  # as in Buckets
+    label, bias, table_rows, shared = "ALiBi positions", "− slope · distance", 0, False  # as in Buckets
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -117,7 +122,7 @@ class Buckets:
     max_distance: Annotated[int, within(high=MAX_CONTEXT)] = 128  # all larger distances share a bucket
     shared: bool = True  # whether all blocks of a stack use one table
 
-    adds_bias = True  # whether it adds a bias to the scores
+    bias = "+ bias of the distance's bucket"  # what is added to the scores, in words; "": nothing
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -126,6 +131,11 @@ class Buckets:
             raise ConfigError(
                 f"max_distance={self.max_distance} must exceed half of count={self.count}; write {half + 1} or more"
             )
+
+    @property
+    def label(self) -> str:
+        """What a drawing says."""
+        return f"relative positions, {self.count} buckets"
 
     @property
     def table_rows(self) -> int:
@@ -142,6 +152,8 @@ class Sinusoid:
     base: float = 10000.0  # the largest wavelength is about 2 pi times this
     offset: Annotated[int, within(high=MAX_CONTEXT)] = 0  # the first position
 
+    label = "sinusoids"
+
     def __post_init__(self) -> None:
         check_types(self)
         if self.base <= 1:
@@ -156,20 +168,29 @@ class Learned:
     # number of unused rows at the start of the table (BART)
     offset: Annotated[int, within(0, MAX_POSITION_WEIGHTS)] = 0
 
+    label = "learned positions"
+
     def __post_init__(self) -> None:
         check_types(self)
 
 
 PositionScheme = Literal["none", "sinusoid", "learned", "rotary", "alibi", "buckets"]
 AttentionPositions = Rotary | Alibi | Buckets
-# What is added to the embedding, and what acts inside attention.
-POSITION_SCHEMES: dict[PositionScheme, tuple[Learned | Sinusoid | None, AttentionPositions | None]] = {
-    "none": (None, None),
-    "sinusoid": (Sinusoid(), None),
-    "learned": (Learned(), None),
-    "rotary": (None, Rotary()),
-    "alibi": (None, Alibi()),
-    "buckets": (None, Buckets()),
+
+
+class PositionRow(NamedTuple):
+    added: Learned | Sinusoid | None = None  # to the embedding
+    inside: AttentionPositions | None = None  # attention
+    paper: str = ""
+
+
+POSITION_SCHEMES: dict[PositionScheme, PositionRow] = {
+    "none": PositionRow(),
+    "sinusoid": PositionRow(added=Sinusoid(), paper="Vaswani et al. 2017"),
+    "learned": PositionRow(added=Learned(), paper="Gehring et al. 2017"),
+    "rotary": PositionRow(inside=Rotary(), paper="Su et al. 2021"),
+    "alibi": PositionRow(inside=Alibi(), paper="Press et al. 2022"),
+    "buckets": PositionRow(inside=Buckets(), paper="Raffel et al. 2020"),
 }
 
 
@@ -188,55 +209,49 @@ NormKind = Literal["layer", "rms", "batch", "none"]
 
 
 class ActivationRow(NamedTuple):
-    """What a nonlinearity saves for the backward pass; nn/feedforward.py computes it."""
+    """What a nonlinearity is called and what it saves for the backward pass; nn/feedforward.py computes it."""
 
+    label: str  # in drawings
     tensors: int  # that only it saves
     saves_output: bool = False  # as the next layer does too
     paper: str = ""
 
 
 class NormRow(NamedTuple):
-    """What a norm has and what it saves for the backward pass; nn/norm.py computes it."""
+    """What a norm is called, what it has and what it saves for the backward pass; nn/norm.py computes it."""
 
+    label: str  # in drawings
     affine: tuple[str, ...]  # the learned vectors that it can have, the usual ones first
-    row_statistics: int = 0  # fp32 numbers saved for each vector
-    feature_statistics: int = 0  # fp32 numbers saved for each feature
     has_running_statistics: bool = False  # averages over batches, stored with the weights
-    saves_input: bool = True
-    saves_normalized: bool = False  # also the normalized input, if this has 16 bits
+    tensors: int = 1  # of the size of its input that it saves
+    saves_normalized: bool = False  # one more, the normalized input, if this has 16 bits
     paper: str = ""
 
 
 ACTIVATION_ROWS: dict[Activation, ActivationRow] = {
-    "relu": ActivationRow(0, saves_output=True, paper="Vaswani et al. 2017"),
-    "relu2": ActivationRow(1, paper="So et al. 2021"),
-    "gelu": ActivationRow(1, paper="Hendrycks and Gimpel 2016"),
-    "gelu_tanh": ActivationRow(1),
-    "quick_gelu": ActivationRow(2),
-    "silu": ActivationRow(1, paper="Ramachandran et al. 2017"),
-    "sigmoid": ActivationRow(0, saves_output=True),
-    "tanh": ActivationRow(0, saves_output=True),
-    "identity": ActivationRow(0),
+    "relu": ActivationRow("ReLU", 0, saves_output=True, paper="Vaswani et al. 2017"),
+    "relu2": ActivationRow("ReLU²", 1, paper="So et al. 2021"),
+    "gelu": ActivationRow("GELU", 1, paper="Hendrycks and Gimpel 2016"),
+    "gelu_tanh": ActivationRow("GELU (tanh)", 1),
+    "quick_gelu": ActivationRow("quick GELU", 2),
+    "silu": ActivationRow("SiLU", 1, paper="Ramachandran et al. 2017"),
+    "sigmoid": ActivationRow("sigmoid", 0, saves_output=True),
+    "tanh": ActivationRow("tanh", 0, saves_output=True),
+    "identity": ActivationRow("identity", 0),
 }
 NORM_ROWS: dict[NormKind, NormRow] = {
-    "layer": NormRow(("scale_shift", "scale", "none"), row_statistics=2, paper="Ba et al. 2016"),
-    "rms": NormRow(("scale", "none"), row_statistics=1, saves_normalized=True, paper="Zhang and Sennrich 2019"),
-    "batch": NormRow(
-        ("scale_shift", "scale", "none"),
-        feature_statistics=2,
-        has_running_statistics=True,
-        paper="Ioffe and Szegedy 2015",
-    ),
-    "none": NormRow(("none",), saves_input=False),
+    "layer": NormRow("LayerNorm", ("scale_shift", "scale", "none"), paper="Ba et al. 2016"),
+    "rms": NormRow("RMSNorm", ("scale", "none"), saves_normalized=True, paper="Zhang and Sennrich 2019"),
+    "batch": NormRow("BatchNorm", ("scale_shift", "scale", "none"), True, paper="Ioffe and Szegedy 2015"),
+    "none": NormRow("no norm", ("none",), tensors=0),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig:
-    """Layer norm (Ba et al. 2016), RMS norm (Zhang and Sennrich 2019), batch norm (Ioffe and Szegedy 2015) or none."""
+    """A norm, or none."""
 
-    # layer norm, RMS norm, batch norm with statistics over all rows and positions, or no normalization
-    kind: NormKind = "layer"
+    kind: NormKind = "layer"  # what is computed; batch: statistics over all rows and positions; none: nothing
     eps: Annotated[float, within(0)] = 1e-5  # added to the variance or to the mean square
     # which learned vectors are applied after normalization
     affine: Literal["scale_shift", "scale", "none"] = "scale_shift"
@@ -323,7 +338,7 @@ class AttentionConfig:
         """Raise ConfigError if linear attention is combined with an option of the scores, which it does not compute."""
         if self.mask == "prefix":
             raise ConfigError("linear attention has no prefix mask; write mask='causal', or kind='softmax'")
-        if self.positions is not None and self.positions.adds_bias:
+        if self.positions is not None and self.positions.bias:
             raise ConfigError(
                 f"positions {self.positions.kind!r} add a bias to scores, which linear attention does not compute; "
                 "write rotary positions, positions of the input, or kind='softmax'"
@@ -359,7 +374,7 @@ class AttentionConfig:
     @property
     def has_score_bias(self) -> bool:
         """Whether positions add a bias to the scores."""
-        return self.positions is not None and self.positions.adds_bias
+        return self.positions is not None and self.positions.bias != ""
 
     def table_rows(self, *, shared: bool) -> int:
         """Return the number of learned position biases of each head, in the table of the stack or in one of its own."""

@@ -89,8 +89,7 @@ def wang_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
 
 
 COMMON_RULES: tuple[tuple[str, Initializer], ...] = (
-    ("*norm.weight", keep_as_built),
-    ("*norm.bias", keep_as_built),
+    ("*norm.*", keep_as_built),
     ("*_gain", keep_as_built),
     ("*.sinks", keep_as_built),
     ("*bias", zeros),

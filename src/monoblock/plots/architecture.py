@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from monoblock.accounting.parameters import block_parameters, count_blocks, count_parameters, norm_parameters
 from monoblock.config.model import (
-    Alibi,
     AttentionConfig,
     BlockConfig,
-    Buckets,
     EmbeddingConfig,
     FeedForwardConfig,
     FramesConfig,
@@ -33,7 +31,7 @@ from monoblock.config.model import (
     Rotary,
     StackConfig,
 )
-from monoblock.config.parts import SEQUENCE_HEADS, VOCABULARY_HEADS
+from monoblock.config.parts import ACTIVATION_ROWS, SEQUENCE_HEADS, VOCABULARY_HEADS
 from monoblock.errors import ConfigError, InputError
 from monoblock.metrics.numbers import format_count
 from monoblock.nn.arguments import describe
@@ -54,19 +52,6 @@ LINE, TEXT, QUIET, FRAME = "#30343b", "#16191d", "#646b75", "#fafafa"
 WIDE, HALF, NARROW = 216, 176, 96  # widths of a box in a column, of one of two branches, of one of three
 BETWEEN = 70  # of two frames
 GAP, BEND, TITLE, DETAIL = 15, 20, 15, 13  # length of an arrow, distance of a residual line, heights of lines of text
-
-NORM_NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "batch": "BatchNorm"}
-ACTIVATION_NAMES = {
-    "relu": "ReLU",
-    "relu2": "ReLU²",
-    "gelu": "GELU",
-    "gelu_tanh": "GELU (tanh)",
-    "quick_gelu": "quick GELU",
-    "silu": "SiLU",
-    "sigmoid": "sigmoid",
-    "tanh": "tanh",
-    "identity": "identity",
-}
 
 
 @dataclass(frozen=True)
@@ -248,7 +233,7 @@ class _Column:
         """Draw an arrow and a norm, unless there is none."""
         if norm is not None and norm.kind != "none":
             count = norm_parameters(norm, size)
-            self.box("norm", NORM_NAMES[norm.kind], parameters=count, times=times, width=width)
+            self.box("norm", norm.row.label, parameters=count, times=times, width=width)
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -289,9 +274,8 @@ def _draw_input(column: _Column, config: ModelConfig, stack_name: str, counts: d
     if isinstance(given, EmbeddingConfig) and given.segments:
         _draw_added(column, f"{given.segments} segments", count.get("segment", 0))
     if given.positions is not None:
-        learned = isinstance(given.positions, Learned)
-        words = "learned positions" if learned else "sinusoids"
-        _draw_added(column, words, count.get("position", 0), given.context if learned else None)
+        context = given.context if isinstance(given.positions, Learned) else None
+        _draw_added(column, given.positions.label, count.get("position", 0), context)
     projected = size if not isinstance(given, EmbeddingConfig) or given.projection == "last" else width
     if count or given.norm is not None:
         column.norm(given.norm, projected, times=0 if is_shared else 1)
@@ -502,14 +486,7 @@ def _attention_lines(attentions: list[AttentionConfig]) -> list[str]:
         heads = "1 head" if attention.heads == 1 else f"{attention.heads} heads"
         shared = "" if groups == attention.heads else f", {groups} for keys and values"
         lines[f"{heads}{shared}"] += 1
-        match attention.positions:
-            case Rotary(dim=dim, scaling=scaling):
-                part = f" of {dim} features" if dim is not None else ""
-                lines[f"rotary positions{part}" + (f", {scaling.kind}" if scaling else "")] += 1
-            case Alibi():
-                lines["ALiBi positions"] += 1
-            case Buckets(count=count):
-                lines[f"relative positions, {count} buckets"] += 1
+        lines[attention.positions.label if attention.positions else ""] += attention.positions is not None
         lines[_window_line(attention)] += attention.window is not None
         lines["queries and keys normalized"] += attention.qk_norm is not None
         lines["a learned sink for each head"] += attention.sinks
@@ -530,7 +507,10 @@ def _window_line(attention: AttentionConfig) -> str:
 
 def _feedforward_lines(feedforward: FeedForwardConfig, width: int) -> list[str]:
     gate = "gated " if feedforward.gated else ""
-    lines = [f"{width:,} → {feedforward.hidden:,} → {width:,}", f"{gate}{ACTIVATION_NAMES[feedforward.activation]}"]
+    lines = [
+        f"{width:,} → {feedforward.hidden:,} → {width:,}",
+        f"{gate}{ACTIVATION_ROWS[feedforward.activation].label}",
+    ]
     if feedforward.clamp is not None:
         lines.append(f"gate and up clamped to {feedforward.clamp:g}")
     if feedforward.experts is not None:
@@ -553,7 +533,7 @@ def _draw_head(column: _Column, config: ModelConfig, counts: dict[str, int]) -> 
         lines = ["mean of two: of the class token", "and of the distillation token"] if head.teacher else [pooled]
         lines *= head.kind in SEQUENCE_HEADS
         lines += [f"dense, {head.pooler}"] if head.pooler != "none" else []
-        lines += [f"dense, {ACTIVATION_NAMES[head.transform]}, norm"] if head.transform else []
+        lines += [f"dense, {ACTIVATION_ROWS[head.transform].label}, norm"] if head.transform else []
         if head.kind != "pooled" or head.project:
             lines.append(f"→ {outputs:,}" + (", the embedding's matrix" if tied else ""))
         scale = f"1/√{width:,}" if head.scale == "inverse_sqrt_width" else f"{head.scale:g}"
@@ -619,10 +599,8 @@ def _draw_attention_steps(picture: _Picture, x: float, block: BlockConfig, where
         column.box("step", f"{inner}{factor}", scores, width=pair, arrow=False)
         if attention.softcap:
             column.box("step", "soft cap", f"{attention.softcap:g} · tanh(score / {attention.softcap:g})", width=pair)
-        if isinstance(attention.positions, Alibi | Buckets):
-            is_alibi = isinstance(attention.positions, Alibi)
-            words = "− slope · distance" if is_alibi else "+ bias of the distance's bucket"
-            column.box("step", "position bias", words, width=pair)
+        if attention.positions and attention.positions.bias:
+            column.box("step", "position bias", attention.positions.bias, width=pair)
         column.box("step", "mask", MASK_LINES[attention.mask], *filter(None, [_window_line(attention)]), width=pair)
         column.box("step", "softmax", "over the keys" + (" and a sink" if attention.sinks else ""), width=pair)
     total = _Column(picture, x, y=column.y - GAP)
@@ -652,7 +630,7 @@ def _draw_feedforward_steps(picture: _Picture, x: float, bottom: float, block: B
     picture.text(x, bottom - 3, f"x (B, T, {width:,})")
     column.y -= 16
     start, experts = column.y, feedforward.experts
-    act, hidden = ACTIVATION_NAMES[feedforward.activation], f"{feedforward.hidden:,}"
+    act, hidden = ACTIVATION_ROWS[feedforward.activation].label, f"{feedforward.hidden:,}"
     if feedforward.gated:
         branches = [_Column(picture, x + place * whole / 4, y=column.y - 10) for place in (-1.05, 1.05)]
         for name, branch in zip(("gate", "up"), branches, strict=True):

@@ -287,8 +287,7 @@ class PositionTables:
 
     def bias_index(self, attention: Attention) -> int:
         table = attention.position_bias if attention.position_bias is not None else self.shared_bias
-        has_bias = isinstance(attention.config.positions, Alibi | Buckets)
-        return _index(self.bias_sources, (attention.config, table)) if has_bias else -1
+        return _index(self.bias_sources, (attention.config, table)) if attention.config.has_score_bias else -1
 
     def get(self, length: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return three lists of tables for at least `length` positions: rotary cosines, rotary sines, attention biases.
