@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from monoblock.inference import prepared_model
 from monoblock.inference.runners import cuda, cuda_search
 
+FIRST_BYTES = 1 << 22  # of pages, enough for the rows of a test; a GPU gets far more at once
 HOST_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
 
@@ -56,4 +57,5 @@ def record_passes(monkeypatch):
     monkeypatch.setattr(cuda, "record", lambda run, device, pool: Graph(run).replay)
     monkeypatch.setattr(cuda_search, "record", lambda run, device: Graph(run).replay)
     monkeypatch.setattr(prepared_model, "supports_cuda_graph", lambda model: True)
+    monkeypatch.setattr(cuda, "FIRST_BYTES", FIRST_BYTES)
     return shapes

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from graph_support import FIRST_BYTES
 from interrupt_support import interrupted_step
 from support import block_configs, tiny_model, tiny_names
 
@@ -13,7 +14,7 @@ import monoblock as mb
 from monoblock.errors import InputError
 from monoblock.inference import beam, fast_modules, prepared_model
 from monoblock.inference.engine import Engine
-from monoblock.inference.runners import cuda_search
+from monoblock.inference.runners import cuda, cuda_search
 from monoblock.inference.runners.cuda_search import MAX_IDLE_BUFFERS, RecordedSearch, round_up_searches, search_shape
 from monoblock.inference.scheduler import Prompt, Request, Variant
 from monoblock.inference.settings import Settings
@@ -36,6 +37,7 @@ def searches_begun(monkeypatch):
 
     monkeypatch.setattr(RecordedSearch, "__init__", count)
     monkeypatch.setattr(prepared_model, "supports_cuda_graph", lambda model: True)
+    monkeypatch.setattr(cuda, "FIRST_BYTES", FIRST_BYTES)
     monkeypatch.setattr(beam, "_has_kernel", lambda logits: False)
     return begun
 

@@ -1,6 +1,7 @@
 """Proposals change the number of passes and no token, whether passes run the modules or are recorded."""
 
 import copy
+import functools
 from collections import Counter
 
 import pytest
@@ -28,6 +29,7 @@ def recordings(monkeypatch):
     return record_passes(monkeypatch)
 
 
+@functools.cache
 def models(name):
     """A model and three drafts: a copy with slightly different weights, one with other weights, and the model."""
     model = tiny_model(name)
