@@ -33,9 +33,7 @@ class AddTap:
 
 def model_and_batch():
     model = (
-        build_model(bert(vocab=23, width=21, depth=2, heads=3, context=11, classes=3, head="classifier"))
-        .double()
-        .eval()
+        build_model(bert(vocab=23, width=9, depth=2, heads=3, context=11, classes=3, head="classifier")).double().eval()
     )
     generator = torch.Generator().manual_seed(3)
     inputs = {"source": torch.randint(23, (5, 7), generator=generator), "attention_mask": torch.ones(5, 7).bool()}

@@ -165,7 +165,7 @@ class Mask:
         shape = (max(q.batch, k.batch), 1, q.length, k.length)
         if isinstance(allowed, bool):
             return torch.full(shape, allowed, device=q.positions.device)
-        return allowed.expand(torch.broadcast_shapes(allowed.shape, (1, 1, q.length, k.length)))
+        return allowed.expand(-1, -1, q.length, k.length)
 
     def to_mask_mod(self, q: TokenPositions, k: TokenPositions) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """Return the mask as a FlexAttention function mask_mod(batch, head, query index, key index)."""
