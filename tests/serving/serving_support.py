@@ -16,7 +16,10 @@ from monoblock.serving.served_model import ServedModel
 
 KEY = "a-key-for-the-tests"
 TEXTS = ['In the beginning God created the heaven and the earth. yes no true {}[]",:0123456789'] * 20
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+TEMPLATE = (
+    "{% if tools %}{{ tools }}{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
 
 
 def tiny_pipeline(*, chat=True, context=96):

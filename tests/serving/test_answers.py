@@ -120,14 +120,6 @@ def test_log_probabilities_of_a_chat_have_their_bytes(client):
     assert all(len(one.top_logprobs) == 2 for one in content)
 
 
-def test_a_stop_string_ends_the_text_and_is_not_part_of_it(client, pipe):
-    text = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=9, temperature=0).choices[0].text
-    stop = text[3:6]
-    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=9, temperature=0, stop=[stop])
-    assert answer.choices[0].text == text[: text.index(stop)]
-    assert answer.choices[0].finish_reason == "stop"
-
-
 def test_embeddings_are_those_of_the_library_in_both_encodings(client, pipe):
     for encoding in ("float", "base64"):
         answer = client.embeddings.create(model="tiny", input=["God", "heaven"], encoding_format=encoding)

@@ -230,14 +230,22 @@ def _completion_logprobs(
     rows: list[tuple[int, TokenScores | None]] = list(zip(tokens, scores, strict=False))
     if body.echo and prompt_scores:
         rows = [*zip(answer.job_of(index).prompt.ids, [None, *prompt_scores], strict=True), *rows]
-    spell = answer.model.spell_text
-    names, offsets = [spell(token) for token, _ in rows], []
-    for name in names:
+    names, offsets = [_name(answer.model.spell(token)) for token, _ in rows], []
+    for token, _ in rows:
         offsets.append(offset)
-        offset += len(name)
-    tops = [None if one is None else {spell(token): value for token, value in one.top} for _, one in rows]
+        offset += len(answer.model.spell_text(token))
+    spell = answer.model.spell
+    tops = [None if one is None else {_name(spell(token)): value for token, value in one.top} for _, one in rows]
     values = [None if one is None else one.logprob for _, one in rows]
     return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _name(raw: bytes) -> str:
+    """Return the bytes of a token as text, in OpenAI's notation if they are not whole characters."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 # -- chat -------------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def limit_entries(value: Any) -> Any:
 def _kind_of_input(value: Any) -> str:
     """Return which of the four types of an input is meant, so that a long one is looked at once."""
     first = value[0] if isinstance(value, list) and value else None
-    return "str" if isinstance(value, str) else f"list[{'list' if isinstance(first, list) else type(first).__name__}]"
+    return "a str" if isinstance(value, str) else f"list[{type(first).__name__}]"
 
 
 def as_list(value: Any) -> list[Any]:
@@ -70,7 +70,7 @@ Short = BeforeValidator(limit_entries)
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Ids = Annotated[list[int], several(1, MAX_TEXT)]
 Input = Annotated[
-    Annotated[Text, Tag("str")]
+    Annotated[Text, Tag("a str")]
     | Annotated[list[Text], several(1, MAX_INPUTS), Tag("list[str]")]
     | Annotated[Ids, Tag("list[int]")]
     | Annotated[list[Ids], several(1, MAX_INPUTS), Tag("list[list]")],
