@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from support import tiny_names
+from support import has_experts, tiny_names
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,7 +23,6 @@ from monoblock.errors import InputError
 from monoblock.model import Transformer
 
 BATCH, SOURCE, TARGET = 2, 13, 11
-EXPERTS = {"mixtral-8x7b"}  # routing needs data: count_flops below, on the CPU
 NAMED = ("gpt2", "bert-base", "t5-small", "vit-b16", "mistral-7b")
 
 
@@ -77,7 +76,7 @@ def assert_flops(config, tap, device="meta", **sizes):
 
 
 @pytest.mark.parametrize("tap", [None, identity_tap], ids=["fused", "plain path"])
-@pytest.mark.parametrize("name", [name for name in tiny_names() if name not in EXPERTS])
+@pytest.mark.parametrize("name", tiny_names(lambda config: not has_experts(config)))  # routing needs data
 def test_a_tiny_preset_has_the_flops_that_torch_counts(name, tap):
     """On the CPU, which is faster than the meta device, with products instead of a kernel that the counter ignores."""
     with sdpa_kernel(SDPBackend.MATH):

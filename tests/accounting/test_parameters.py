@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from support import has_experts, preset_names
 
 from monoblock.accounting.report import account
 from monoblock.baselines.lstm import Recurrent
@@ -212,7 +213,7 @@ def test_mixtral_uses_13_of_its_47_billion_parameters_for_a_token():
     assert (round(costs.parameters / 1e9), round(costs.active_parameters / 1e9)) == (47, 13)
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "mixtral-8x7b"])
+@pytest.mark.parametrize("name", preset_names(lambda config: not has_experts(config)))
 def test_without_experts_every_parameter_is_active(name):
     assert account(name).active_parameters == account(name).parameters
 

@@ -3,8 +3,9 @@
 import pytest
 from support import block_configs, is_text, preset_names
 
+from monoblock.config.knobs import rebuild, vary
 from monoblock.config.model import Rotary
-from monoblock.config.presets import PRESETS, find_preset, preset, tiny
+from monoblock.config.presets import PRESETS, _shrink, find_preset, preset, tiny
 from monoblock.errors import ConfigError
 
 
@@ -76,6 +77,11 @@ def structure(block):
         positions and positions.kind,
         isinstance(positions, Rotary) and (positions.layout, positions.base, positions.dim is not None),
     )
+
+
+def test_a_tiny_mixture_has_room_for_many_experts_of_a_token():
+    large = vary(preset("mixtral-8x7b"), experts=64, top_k=8)
+    assert {*map(structure, block_configs(rebuild(large, _shrink)))} == {*map(structure, block_configs(large))}
 
 
 @pytest.mark.parametrize("name", preset_names(is_text))

@@ -9,7 +9,7 @@ from support import tiny_model
 
 import monoblock as mb
 from monoblock.errors import InputError
-from monoblock.inference.settings import Settings
+from monoblock.inference.settings import COUNTS, SAMPLING_OPTIONS, Settings
 from monoblock.inference.speculative import PromptLookup
 
 
@@ -171,7 +171,7 @@ def test_truncation_of_a_source_and_other_sides_are_refused():
 # -- options without effect -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.8}])
+@pytest.mark.parametrize("option", [{name: 5 if name in COUNTS else 0.5} for name in SAMPLING_OPTIONS])
 def test_a_sampling_option_without_a_temperature_is_refused(option):
     with pytest.raises(InputError, match="write temperature=1 too"):
         gpt().generate(IDS, **option)

@@ -1,11 +1,16 @@
 """Values of options that cannot be right are refused in one line where they are given, before anything is decoded."""
 
+from importlib import import_module
+from typing import get_type_hints
+
 import numpy as np
 import pytest
 import torch
 from generate_support import IDS, gpt, translator
 
 import monoblock as mb
+from monoblock.config.schema import union_members
+from monoblock.inference import sampler, settings
 from monoblock.inference.speculative import DraftModel, PromptLookup
 
 HUGE = 10**5000  # Python refuses to write such a number in decimal
@@ -72,17 +77,17 @@ def test_an_engine_refuses_what_is_no_model(model):
         mb.Engine(model)
 
 
-@pytest.mark.parametrize("settings", [{"max_new_tokens": 3}, 3, None])
-def test_a_request_takes_settings_and_nothing_else(settings):
+@pytest.mark.parametrize("given", [{"max_new_tokens": 3}, 3, None])
+def test_a_request_takes_settings_and_nothing_else(given):
     engine = mb.Engine(gpt())
     with pytest.raises(mb.InputError, match=r"write mb.Settings\("):
-        engine.add([1], settings)
+        engine.add([1], given)
     assert not engine.busy
 
 
 # -- options without effect -------------------------------------------------------------------------------------------
 
-SAMPLING = [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.8}]
+SAMPLING = [{name: 5 if name in settings.COUNTS else 0.5} for name in settings.SAMPLING_OPTIONS]
 SEARCH = [{"length_penalty": 2.0}, {"early_stopping": True}]
 
 
@@ -98,7 +103,25 @@ def test_settings_and_generate_refuse_the_same_options_without_effect(option):
         make(**option, **off)  # switched off in words
 
 
+def test_every_filter_is_an_option_with_limits_and_without_effect_by_default():
+    filters = [function.__name__ for function in (*sampler.SAMPLING_FILTERS, *sampler.HISTORY_FILTERS)]
+    assert filters == ["temperature", *settings.SAMPLING_OPTIONS, *settings.HISTORY_OPTIONS]
+    for name in filters:
+        low, high = (settings.COUNTS.get(name) or settings.RANGES[name])[:2]
+        assert low <= getattr(sampler.NEUTRAL, name) <= high
+    pytest.importorskip("pydantic")
+    assert {*filters} <= {*import_module("monoblock.serving.requests").CompletionBody.model_fields}
+
+
+def test_every_number_has_limits():
+    hints = get_type_hints(mb.Settings).items()
+    numbers = [
+        name for name, hint in hints if {int, float} & {*union_members(hint)} and bool not in union_members(hint)
+    ]
+    assert {*numbers} == {*settings.COUNTS, *settings.RANGES}
+
+
 def test_the_defaults_of_settings_are_plain_numbers():
-    settings = mb.Settings()
-    assert (settings.temperature, settings.num_beams, repr(settings.temperature)) == (0.0, 1, "0.0")
-    assert settings == mb.Settings(temperature=0.0, num_beams=1)
+    defaults = mb.Settings()
+    assert (defaults.temperature, defaults.num_beams, repr(defaults.temperature)) == (0.0, 1, "0.0")
+    assert defaults == mb.Settings(temperature=0.0, num_beams=1)

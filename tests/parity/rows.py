@@ -7,6 +7,8 @@ heads, partly rotated heads, a prime vocabulary.  Other fields have the defaults
 from dataclasses import dataclass, replace
 from typing import Any
 
+from monoblock.interop.huggingface.load import FAMILIES
+
 VOCAB, HIDDEN, CONTEXT, WINDOW, WIDTH, HEAD_DIM, EMBEDDING_DIM = 61, 46, 37, 5, 36, 10, 14
 
 
@@ -499,18 +501,20 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = {
 }
 
 
-# Every decoder that has one, as a classifier: the last token that is not padding decides.
-WITHOUT_CLASSIFIER = {"GraniteForCausalLM", "CohereForCausalLM", "CodeGenForCausalLM", "XGLMForCausalLM"}
-CLASSIFIER_PREFIXES = {"Gemma3ForCausalLM": "Gemma3Text"}
+# Every decoder whose family has one, as a classifier: the last token that is not padding decides.
+CLASSIFIERS = {
+    language_model: class_name
+    for family in FAMILIES.values()
+    for language_model in family.classes
+    for class_name in family.classes
+    if language_model.endswith(("ForCausalLM", "LMHeadModel")) and class_name.endswith("ForSequenceClassification")
+}
 CLASSIFIER_BASES = {
-    row.class_name: (name, row)
-    for name, row in reversed(PUBLISHED_MODELS.items())
-    if row.class_name.endswith(("ForCausalLM", "LMHeadModel")) and row.class_name not in WITHOUT_CLASSIFIER
+    row.class_name: (name, row) for name, row in reversed(PUBLISHED_MODELS.items()) if row.class_name in CLASSIFIERS
 }
 for class_name, (name, row) in CLASSIFIER_BASES.items():
-    prefix = CLASSIFIER_PREFIXES.get(class_name, class_name.removesuffix("ForCausalLM").removesuffix("LMHeadModel"))
     PUBLISHED_MODELS[f"{name} classifier"] = replace(
-        row, class_name=f"{prefix}ForSequenceClassification", config_fields=row.config_fields | {"num_labels": 7}
+        row, class_name=CLASSIFIERS[class_name], config_fields=row.config_fields | {"num_labels": 7}
     )
 PUBLISHED_MODELS["llama regression"] = replace(
     PUBLISHED_MODELS["llama classifier"], config_fields=GROUPED_WITH_HEAD_DIM | ONE_NUMBER

@@ -458,6 +458,8 @@ def _shrink(part: object, values: FieldValues) -> None:
             values.update(heads=9, kv_heads=1 if part.num_kv_heads == 1 else 3)
         values["head_dim"] = TINY_HEAD_DIM if part.head_dim is not None else None
         values["scale"] = TINY_HEAD_DIM**-0.5 if part.scale not in (None, 1.0) else part.scale
+    if isinstance(part, ExpertsConfig):
+        values["count"] = part.top_k + 3
     if isinstance(part, StackConfig):
         values["pattern"] = tuple(_shrink_run(run) for run in values["pattern"])
     if isinstance(part, HeadConfig) and part.classes is not None:
@@ -476,6 +478,5 @@ _TINY_SIZES: dict[type, dict[str, int]] = {
     BlockConfig: {"width": TINY_WIDTH},
     AttentionConfig: {"window": TINY_WINDOW},
     FeedForwardConfig: {"hidden": TINY_HIDDEN},
-    ExpertsConfig: {"count": 5},
     Rotary: {"dim": 4},
 }

@@ -256,7 +256,7 @@ class Filters:
         return torch.where(self.sampled_rows, sampled, best)
 
     def apply_sampling_filters(self, logits: Tensor) -> Tensor:
-        """Apply temperature, top-k, top-p, min-p and typical-p to logits (B, V), by the settings of each row."""
+        """Apply the sampling filters to logits (B, V), by the settings of each row."""
         for function, value in self.sampling_filters:
             logits = function(logits, value)
         return logits

@@ -184,8 +184,9 @@ SEED_LIMIT = 2**63
 MAX_COUNT = 2**31 - 1
 MAX_BAD_WORDS = 10_000
 MAX_STOPS = 100
-# Options that have an effect only in sampling and only in beam search, unless they have their defaults.
+# Options that have an effect only in sampling, those that look at earlier tokens, and those only of beam search.
 SAMPLING_OPTIONS = ("top_k", "top_p", "min_p", "typical_p")
+HISTORY_OPTIONS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
 BEAM_OPTIONS = ("length_penalty", "length_penalty_form", "early_stopping")
 LENGTH_OFFSETS = {"length": 0, "gnmt": 5}  # what `length_divisor` adds to a length
 NO_DRAFT_WITH_BEAMS = (

@@ -6,13 +6,13 @@ answer lists them as `ignored_fields`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from monoblock.errors import InputError
-from monoblock.inference.settings import Settings
+from monoblock.inference.settings import HISTORY_OPTIONS, SAMPLING_OPTIONS, Settings
 from monoblock.serving.constraints import MAX_CHOICES
 
 MAX_PROMPTS = 256  # of one request
@@ -136,19 +136,20 @@ class InspectBody(Strict):
     edits: Annotated[list[EditBody], Field(max_length=16)] = []
 
 
-class DecodingBody(Body):
+if TYPE_CHECKING:
+    FilterBody = Body
+else:  # the fields of the decoding filters, which `options` reads by their names
+    FILTERS = {name: get_type_hints(Settings)[name] for name in (*SAMPLING_OPTIONS, *HISTORY_OPTIONS)}
+    FilterBody = create_model(
+        "FilterBody", __base__=Body, **{name: (one | None, None) for name, one in FILTERS.items()}
+    )
+
+
+class DecodingBody(FilterBody):
     """The fields of `Settings` that a request may set, under OpenAI's names where it has one."""
 
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1
     temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
     logit_bias: Annotated[dict[str, float], Short] | None = None
     min_tokens: int | None = None
     seed: int | None = None

@@ -12,6 +12,7 @@ from torch import nn
 from monoblock.doctor.checks.numerics import find_blocks
 from monoblock.doctor.examination import Examination, check, fail, finding, warn
 from monoblock.doctor.report import Evidence, Finding, NotChecked, Outcome, Verdict
+from monoblock.inference.settings import COUNTS, HISTORY_OPTIONS, RANGES, SAMPLING_OPTIONS, Settings
 
 MAX_UNUSED_ROWS = 2048  # published models pad their vocabulary by up to about a thousand rows
 MAX_UNKNOWN = 0.05  # share of unknown tokens; tokenizers on their own language have less than 1 %
@@ -215,21 +216,13 @@ TOKEN_FIELDS = (
     "begin_suppress_tokens",
 )
 SHORT = 20  # tokens; the limit that transformers takes where none is given, prompt included
-SAMPLING_FIELDS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}  # and their neutral values
-MAX_REPETITION_PENALTY = 2.0  # Keskar et al. (2019) use 1.2
-# Field -> (is a value possible, what is)
-RANGES: dict[str, tuple[Any, str]] = {
-    "temperature": (lambda x: x >= 0, "0 (greedy) or more"),
-    "top_p": (lambda x: 0 < x <= 1, "more than 0, at most 1"),
-    "top_k": (lambda x: x >= 0, "0 or more"),
-    "min_p": (lambda x: 0 <= x <= 1, "0 to 1"),
-    "typical_p": (lambda x: 0 < x <= 1, "more than 0, at most 1"),
-    "repetition_penalty": (lambda x: x > 0, "more than 0; 1 changes nothing"),
-    "no_repeat_ngram_size": (lambda x: x >= 0, "0 or more"),
-    "num_beams": (lambda x: x >= 1, "1 or more"),
-    "max_new_tokens": (lambda x: x >= 1, "1 or more"),
-    "max_length": (lambda x: x >= 1, "1 or more"),
+# The neutral values of what sampling reads; top_k is 50 in many files, because transformers writes its default there.
+SAMPLING_FIELDS = {
+    "temperature": 1.0,
+    **{name: getattr(Settings, name) for name in SAMPLING_OPTIONS if name != "top_k"},
 }
+MAX_REPETITION_PENALTY = 2.0  # Keskar et al. (2019) use 1.2
+LIMITED = ("temperature", *SAMPLING_OPTIONS, *HISTORY_OPTIONS, "num_beams", "max_new_tokens")
 
 
 @check("the decoding options are possible", "tokens", "generation", group="fit")
@@ -284,10 +277,12 @@ def _ids(value: Any) -> Iterator[int]:
 
 def _wrong_numbers(exam: Examination, options: Mapping[str, Any]) -> Iterator[Problem]:
     """Look for numbers that an option cannot have, and compare the limits with the context and with each other."""
-    for name, (is_possible, words) in RANGES.items():
+    counts = {name: (*ends, f"write a whole number, {ends[0]} or more,") for name, ends in COUNTS.items()}
+    limits = {name: {**counts, **RANGES}[name] for name in LIMITED}
+    for name, (least, most, advice) in (limits | {"max_length": counts["max_new_tokens"]}).items():
         value = options.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and not is_possible(value):
-            yield "fail", {name: value}, f"{name}={value:g} is not possible", f"write a number: {words},"
+        if isinstance(value, int | float) and not isinstance(value, bool) and not least <= value <= most:
+            yield "fail", {name: value}, f"{name}={value:g} is not possible", advice
     context, longest, new = exam.subject.declared.context, options.get("max_length"), options.get("max_new_tokens")
     if isinstance(new, int) and context is not None and new > context:
         reason = "more new tokens are asked for than fit into the context"
