@@ -1,11 +1,15 @@
 """The command line: exit codes, one-line errors, lazy imports, readable numbers."""
 
+import ast
+import dataclasses
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +18,11 @@ import processes
 import pytest
 
 from monoblock.cli import ls, machine, main, output
+from monoblock.cli.evaluate import Evaluate
 from monoblock.cli.main import VERBS, run
 from monoblock.config.presets import PRESETS
 from monoblock.errors import ConfigError, FileError
+from monoblock.tasks.evaluation_report import EvaluationRequest
 
 HEAVY_MODULES = ("torch", "numpy", "rich")
 
@@ -369,3 +375,28 @@ def test_account_measures_a_forward_pass_by_component():
     parts = json.loads(result.stdout)["measured"]["parts"]
     assert {"input", "decoder.attention", "decoder.feedforward", "decoder.norm", "head", "rest", "total"} <= set(parts)
     assert all(part["seconds"] > 0 for name, part in parts.items() if name != "rest")
+
+
+def verb_classes():
+    """The dataclasses of the verbs, and of the commands of a verb."""
+    for name, (file, _) in VERBS.items():
+        module = import_module(f"monoblock.cli.{file}")
+        commands = getattr(module, "COMMANDS", {}).get(name)
+        yield from commands.values() if commands else [getattr(module, name.capitalize())]
+
+
+@pytest.mark.parametrize("verb_class", tuple(verb_classes()), ids=lambda cls: cls.__name__)
+def test_every_option_of_a_verb_is_read(verb_class):
+    """As an attribute, or by a name in a string such as "rank alpha", in the modules of the class and its bases.
+
+    `evaluate` hands on its options by the names of the fields of a request.
+    """
+    read = {field.name for field in dataclasses.fields(EvaluationRequest)} if verb_class is Evaluate else set()
+    for module in {inspect.getmodule(cls) for cls in verb_class.__mro__[:-1]}:
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                read.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words = node.value.split()
+                read.update(words if all(map(str.isidentifier, words)) else ())
+    assert {field.name for field in dataclasses.fields(verb_class)} <= read

@@ -1,4 +1,7 @@
-"""Speculative decoding of models whose cache is a ring: any number of proposals gives the text of plain decoding."""
+"""Speculative decoding of models with windows or linear attention: any number of proposals gives the plain text.
+
+The engine keeps whole pages, from which proposals that are wrong are dropped however many there are.
+"""
 
 import functools
 
@@ -51,7 +54,7 @@ def plain_texts(name):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("prefill_chunk", [None, 2])
-def test_more_proposals_than_a_ring_can_drop_change_no_text(name, prefill_chunk):
+def test_more_proposals_than_a_window_has_tokens_change_no_text(name, prefill_chunk):
     model, ids = build(name, 0), prompts()
     proposers = [PromptLookup(5), PromptLookup(24), DraftModel(build(name, 1), 24)]
     for proposer in proposers:

@@ -1,11 +1,14 @@
 """The rows of metrics, and their scale: accuracies are fractions, written as percentages with a sign."""
 
+import inspect
 import re
+from typing import get_type_hints
 
 import pytest
 from generated_pages import build_recipes_page
 
 from monoblock.errors import InputError
+from monoblock.metrics import text
 from monoblock.metrics.table import (
     METRICS,
     ROWS,
@@ -44,6 +47,12 @@ def test_the_metrics_that_are_computed_and_those_of_tasks_have_a_row_and_are_doc
     assert computed <= METRICS.keys()
     documented = set(re.findall(r"^\| `(\w+)` \|", build_recipes_page(), flags=re.M))
     assert {row.name for row in ROWS if row.scale != "count"} <= documented
+
+
+def test_every_score_of_translations_is_in_their_table():
+    functions = inspect.getmembers(text, inspect.isfunction)
+    scores = {name for name, function in functions if get_type_hints(function).get("return") is text.Score}
+    assert {name for name in scores if not name.startswith("_")} <= TRANSLATION_METRICS.keys()
 
 
 def test_an_unknown_metric_is_an_error():

@@ -21,6 +21,7 @@ class Metric(NamedTuple):
     better: Literal["higher", "lower", ""]  # which values are better; "" for counts and settings
     scale: Scale
     about: str
+    label: str = ""  # of an axis; "": the name
 
 
 ROWS = (
@@ -35,9 +36,9 @@ ROWS = (
     Metric("majority", "", "fraction", "accuracy of always predicting the most frequent class"),
     Metric("plain", "higher", "fraction", "accuracy without calibration"),
     Metric("bleu", "higher", "number", "BLEU-4 of sacreBLEU: 13a, cased (Papineni et al. 2002; Post 2018)"),
-    Metric("bleu_lowercased", "higher", "number", "BLEU of lowercased texts"),
+    Metric("bleu_lowercased", "higher", "number", "BLEU of lowercased texts", "BLEU, lowercased"),
     Metric("bleu_tokenized", "higher", "number", "lowercased BLEU with the Moses tokenizer, as in older papers"),
-    Metric("chrf", "higher", "number", "chrF2: F-score of character n-grams (Popović 2015)"),
+    Metric("chrf", "higher", "number", "chrF2: F-score of character n-grams (Popović 2015)", "chrF"),
     Metric("cer", "lower", "percent", "character error rate against the nearest reference"),
     Metric("rouge1", "higher", "number", "F1 of words, from 0 to 100 (Lin 2004)"),
     Metric("rouge2", "higher", "number", "F1 of bigrams, from 0 to 100 (Lin 2004)"),

@@ -9,7 +9,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from monoblock.metrics.table import is_fraction
+from monoblock.metrics.table import ROWS, is_fraction
 from monoblock.plots.curves import COLORS, MARKERS, STYLES
 from monoblock.plots.figure import create_figure
 
@@ -20,12 +20,10 @@ MAX_ARMS_INSIDE = 8  # a longer legend would hide curves, so it is beside the pa
 MARGIN = 0.05  # of an axis above its highest value, as in matplotlib
 
 
-METRIC_LABELS = {
+METRIC_LABELS = {row.name: row.label for row in ROWS if row.label} | {
     "bleu_by_ratio": "BLEU, lowercased",
-    "bleu_lowercased": "BLEU, lowercased",
     "bleu_minus_beam": "BLEU minus that of beam",
     "block_parameters": "parameters of the blocks",
-    "chrf": "chrF",
     "gradient": "norm of the gradient",
     "largest_weight": "largest attention weight",
     "loss_by_step": "training loss",
