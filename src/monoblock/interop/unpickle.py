@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import sys
+import warnings
 import zipfile
 from typing import Any
 
@@ -34,6 +35,7 @@ class UnsafeFileError(Exception):
 
 
 def main() -> None:
+    warnings.simplefilter("ignore")  # to print one, Python would open the source that warns
     job = json.loads(sys.stdin.read())
     result: dict[str, Any]
     try:
