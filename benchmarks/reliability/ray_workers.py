@@ -52,15 +52,20 @@ def start(*words: str) -> subprocess.Popen[bytes]:
     )
 
 
-def workers(title: str) -> list[int]:
-    """Return the ids of Ray's processes of this program whose title has these words."""
+def processes(title: str = "") -> list[int]:
+    """Return the ids of the processes that were started here, directly or by Ray, whose title has these words."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             line = (folder / "cmdline").read_bytes().decode("utf-8", "replace")
-            if line.startswith("ray::") and title in line and MARK.encode() in (folder / "environ").read_bytes():
+            if title in line and MARK.encode() in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
     return found
+
+
+def workers(name: str) -> list[int]:
+    """Return the ids of Ray's workers with a class of this name, which is part of their title."""
+    return [process for title in (f"ray::{name}", f"ray::ServeReplica:default:{name}") for process in processes(title)]
 
 
 def wait_for(title: str, count: int, process: subprocess.Popen[bytes]) -> list[int]:
@@ -105,8 +110,12 @@ def ray_serving(folder: str, **arguments: Any) -> Iterator[Server]:
             assert process.poll() is None, "the server has ended"
             yield server
         finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(120)
+            for left in processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(left, signal.SIGKILL)
 
 
 # -- the goals --------------------------------------------------------------------------------------------------------
