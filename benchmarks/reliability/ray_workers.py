@@ -186,7 +186,8 @@ def replicas_that_are_killed_cost_no_answer(folder: Path, scale: float) -> str:
 
 
 def one_replica_has_the_beginning(folder: Path, scale: float) -> str:
-    """Requests with common beginnings to two replicas: as many tokens are found in pages as by one server."""
+    """Requests with common beginnings to two replicas: nearly as many tokens are found in pages as by one server."""
+    # If each request went to any of the two, 8 of 10 would find their beginning, and not 9.
     groups, repeats = max(4, round(40 * scale)), 10
     text = [f"{number} {PROMPT}" for number in range(groups)]
     order = [number % groups for number in range(groups * repeats)]
@@ -207,7 +208,7 @@ def one_replica_has_the_beginning(folder: Path, scale: float) -> str:
         one = asyncio.run(share(server))
     with ray_serving(str(folder / "toy")) as server:
         two = asyncio.run(share(server))
-    assert two == one
+    assert two > 0.95 * one, (two, one)
     return (
         f"{groups} beginnings, {len(order)} requests: {two:.1%} of the tokens found in pages, by one server {one:.1%}"
     )
