@@ -36,11 +36,14 @@ from _report import source, write_section
 RESULTS = Path(__file__).parents[1] / "results" / "ray.md"
 MARK = f"MONOBLOCK_RAY={uuid.uuid4().hex}"  # in the environment of every process that is started here
 SERVE = """
-import sys
+import pathlib, signal, sys
 from ray import serve
 from monoblock.serving.ray import Arguments, app
-serve.start(http_options={"port": int(sys.argv[2])})
-serve.run(app(Arguments(**eval(sys.argv[1]))), blocking=True)
+arguments, port, file = sys.argv[1:]
+serve.start(http_options={"port": int(port)})
+serve.run(app(Arguments(**eval(arguments))))
+pathlib.Path(file).touch()  # both replicas run
+signal.pause()
 """
 
 
@@ -99,15 +102,15 @@ def ray_serving(folder: str, **arguments: Any) -> Iterator[Server]:
         keys = Path(temporary) / "keys"
         keys.write_text("\n".join(KEYS))
         arguments |= {"model": f"{folder}=toy", "api_key_file": str(keys), "replicas": 2}
-        process = start("-c", SERVE, repr(arguments), str(port))
+        file = Path(temporary) / "ready"
+        process = start("-c", SERVE, repr(arguments), str(port), str(file))
         server = Server(process, port)
         try:
-            while process.poll() is None:
-                with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(f"{server.address}/ready").status_code == 200:
-                        break
+            while process.poll() is None and not file.exists():
                 time.sleep(0.2)
-            assert process.poll() is None, "the server has ended"
+            for _ in range(20):  # the front knows of both a moment later
+                assert httpx.get(f"{server.address}/ready", timeout=60).status_code == 200
+                time.sleep(0.1)
             yield server
         finally:
             process.terminate()

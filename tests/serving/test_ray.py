@@ -85,11 +85,13 @@ def relayed(*faults, **body):
 
 
 def test_requests_that_begin_alike_have_one_digest():
-    text = "You are a helpful assistant of a library. " * 4
+    text = "You are a helpful assistant of a library, and answer shortly. " * 2
     bodies = [{"model": "m", name: text + end} for name in ("prompt", "input") for end in ("", "a", "b" * 999)]
     assert len({find_beginning(json.dumps(body).encode()) for body in bodies}) == 1
     chats = [[{"role": "system", "content": text}, {"role": "user", "content": end}] for end in "ab"]
     assert len({find_beginning(json.dumps({"model": "m", "messages": chat}).encode()) for chat in chats}) == 1
+    ids = [{"model": "m", "prompt": [*range(300, 316), end]} for end in (1, 2)]
+    assert len({find_beginning(json.dumps(body).encode()) for body in ids}) == 1
     others = [{"model": "n", "prompt": text}, {"model": "m", "prompt": "x" + text}, {"model": "m", "prompt": [5, 6]}]
     assert len({find_beginning(json.dumps(body).encode()) for body in [*others, bodies[0]]}) == 4
     assert find_beginning(b'{"prompt": "\\ud800"}')

@@ -19,7 +19,7 @@ from monoblock.serving.replica import Message
 from monoblock.serving.security import Receive, Scope, Send
 from monoblock.serving.streams import unless_gone
 
-BEGINNING = 128  # characters, about two pages of tokens
+BEGINNING = 64  # characters, about a page of tokens, the least that two prompts can share
 ATTEMPTS = 4
 SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string", "headers")
 Ask = Callable[[Message, bytes, str | None], AsyncGenerator[Message, None]]
@@ -76,4 +76,6 @@ def find_beginning(body: bytes) -> str | None:
         prompt = next(fields[name] for name in ("prompt", "messages", "input") if name in fields)
     except (ValueError, TypeError, RecursionError, StopIteration):
         return None
+    if isinstance(prompt, list):
+        prompt = [one.get("content") if isinstance(one, dict) else one for one in prompt[:BEGINNING]]
     return hashlib.sha256(f"{fields.get('model')} {prompt!s:.{BEGINNING}}".encode("utf-8", "replace")).hexdigest()
