@@ -17,12 +17,12 @@ from monoblock.errors import ConfigError, InputError
 from monoblock.inspection.edits import ablate
 from monoblock.inspection.pruning import HeadGroup, ImportanceMethod, list_groups, prune_in_rounds
 from monoblock.inspection.trace import trace
+from monoblock.interop.model_folder import RECIPE_FILE
 from monoblock.model import Transformer
 from monoblock.recipes.schema import Recipe, TokenizerSection
 from monoblock.runs.build_data import build_task_data, expected_config
 from monoblock.runs.finetune import build_finetuning_recipe
 from monoblock.runs.initial_weights import load_warm_start
-from monoblock.interop.model_folder import RECIPE_FILE
 from monoblock.runs.recipe import read_recipe, recipe_path, task_of_recipe
 from monoblock.tasks.task_data import TaskData, validate
 from monoblock.training.collate import TensorBatch

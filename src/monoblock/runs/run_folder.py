@@ -20,11 +20,10 @@ from typing import Any
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError, FileError
-from monoblock.interop.model_folder import CONFIG_FILE, GENERATION_CONFIG_FILE, LABELS_FILE, format_config
+from monoblock.interop.model_folder import CONFIG_FILE, GENERATION_CONFIG_FILE, LABELS_FILE, RECIPE_FILE, format_config
 from monoblock.parallel.faults import LOGS_FOLDER
 from monoblock.recipes.schema import GenerateSection, Recipe
 from monoblock.runs.initial_weights import WarmStart
-from monoblock.interop.model_folder import RECIPE_FILE
 from monoblock.tasks.loaded_model import DECODER_START_KEY, SETTINGS_FIELDS
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
