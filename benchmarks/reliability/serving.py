@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
+import math
 import os
 import random
 import re
@@ -31,6 +33,8 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _report import source, write_section
+from _serving_fuzz import changed_json, raw_request, run_schemathesis
+from _serving_texts import hard_texts
 
 RESULTS = Path(__file__).parents[1] / "results" / "serving.md"
 KEYS = ("the-first-of-two-keys", "the-second-of-two-keys")
@@ -43,6 +47,7 @@ class Server:
 
     process: subprocess.Popen[bytes]
     port: int
+    folder: str
 
     @property
     def address(self) -> str:
@@ -60,7 +65,9 @@ class Server:
 
     async def send(self, method: str, path: str, body: Any = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Send a request on a connection of its own, at little cost for this process."""
-        data = b"" if body is None else json.dumps(body).encode()
+        data = (
+            body if isinstance(body, bytes) else b"" if body is None else json.dumps(body, ensure_ascii=False).encode()
+        )
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\nConnection: close\r\n"
         )
@@ -78,7 +85,16 @@ class Server:
 
     async def metrics(self, *names: str) -> list[float]:
         text = (await self.ask("GET", "/metrics"))[1]
-        return [float(re.search(rf"^monoblock_{name}\S* (\S+)$", text, re.MULTILINE)[1]) for name in names]  # type: ignore[index]
+        found = dict(re.findall(r"^monoblock_(\w+?)(?:_total)?{\S* (\S+)$", text, re.MULTILINE))
+        return [float(found[name]) for name in names]
+
+    async def statuses(self) -> dict[int, int]:
+        """Return how many answers of each status there have been, without those that this asks for."""
+        text, found = (await self.ask("GET", "/metrics"))[1], dict[int, int]()
+        for route, status, times in re.findall(r'requests_total{route="(.*)",status="(\d+)"} (\S+)', text):
+            if route != "/metrics":
+                found[int(status)] = found.get(int(status), 0) + round(float(times))
+        return found
 
     async def rest(self, seconds: float = 30.0) -> float:
         """Wait until nothing runs; return the pages in use then."""
@@ -100,7 +116,7 @@ def serving(folder: str, *options: str) -> Iterator[Server]:
         keys.write_text("\n".join(KEYS))
         words = ["serve", f"{folder}=toy", "--port", str(port), "--api-key-file", str(keys), *options]
         process = subprocess.Popen([sys.executable, "-m", "monoblock", *words], stderr=subprocess.DEVNULL)
-        server = Server(process, port)
+        server = Server(process, port, folder)
         try:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
@@ -253,42 +269,35 @@ async def stalled_clients_are_closed(server: Server, scale: float) -> str:
 
 
 async def nonsense_is_refused(server: Server, scale: float) -> str:
-    """S6: mutated JSON and raw bytes: no status 500, the same process after."""
-    count, chance, statuses = round(50_000 * scale), random.Random(1), dict[int, int]()
-    pieces = [
-        "null",
-        "true",
-        "-1",
-        "1e400",
-        "[]",
-        "{}",
-        '""',
-        '"\\ud800"',
-        "NaN",
-        "[[[[",
-        '"a"',
-        "0.5",
-        "99999999999999999999",
-    ]
-    fields = ["prompt", "max_tokens", "n", "temperature", "stop", "logit_bias", "stream", "seed", "logprobs", "inspect",
-              "structured_outputs", "response_format", "receipt", "num_beams", "timeout", "echo"]  # fmt: skip
-    routes = ["completions", "chat/completions", "responses", "embeddings", "translate", "classify", "fill"]
+    """S6: requests by schemathesis, changed JSON, raw bytes: no status 500, nothing hangs, the same process after."""
+    _, schema, _ = await server.ask("GET", "/openapi.json")
+    count = round(100_000 * scale)
+    description = json.loads(schema[schema.index("{") :])
+    operations = sum(len(methods) for methods in description["paths"].values())
+    await asyncio.to_thread(run_schemathesis, server.address, description, KEYS[0], max(2, count // 2 // operations))
+    by_schema = await server.statuses()
 
-    async def one(number: int) -> None:
-        some = chance.sample(fields, chance.randint(0, 5))
-        raw = ", ".join(['"model": "toy"', *(f'"{name}": {chance.choice(pieces)}' for name in some)])
-        data = f"{{{raw}}}".encode()
-        if number % 5 == 0:
-            data = bytes(chance.randrange(256) for _ in range(chance.randrange(60)))
-        answer = await client.post(f"/v1/{chance.choice(routes)}", content=data, headers=JSON)
-        statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+    async def change(number: int) -> None:
+        path, data = changed_json(number)
+        await asyncio.wait_for(server.ask("POST", path, data), 30)
 
-    async with server.client() as client:
-        await gather(one, count, at_once=16)
+    async def raw(number: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(raw_request(number, KEYS[0]))
+        with contextlib.suppress(TimeoutError, ConnectionError):  # what is not complete is waited for
+            await asyncio.wait_for(reader.read(), 0.1)
+        writer.close()
+
+    await gather(change, count * 3 // 10, at_once=16)
+    by_json = await server.statuses()
+    await gather(raw, count * 2 // 10, at_once=16)
+    statuses = await server.statuses()
+    assert await server.rest() == 0
     assert server.process.poll() is None
     assert not [status for status in statuses if status >= 500]
+    numbers = sum(by_schema.values()), sum(by_json.values()) - sum(by_schema.values()), count * 2 // 10
     shown = ", ".join(f"{times:,} × {status}" for status, times in sorted(statuses.items()))
-    return f"{count:,} requests: {shown}"
+    return "{:,} by schemathesis, {:,} of changed JSON, {:,} of raw bytes: ".format(*numbers) + shown
 
 
 async def keys_share_nothing(server: Server, scale: float) -> str:
@@ -305,14 +314,90 @@ async def keys_share_nothing(server: Server, scale: float) -> str:
     return f"{count} prompts, {hits:.0f} tokens found"
 
 
-JSON = {"content-type": "application/json"}
+async def only_those_who_may_ask_are_answered(server: Server, scale: float) -> str:
+    """S7: every route needs a key but /, /health and /ready; other hosts and origins are refused, and 0.0.0.0 too."""
+    _, schema, _ = await server.ask("GET", "/openapi.json")
+    routes = {("get", "/"), ("get", "/openapi.json"), ("get", "/nothing"), ("post", "/v1/nothing")}
+    routes |= {
+        (method, path) for path, row in json.loads(schema[schema.index("{") :])["paths"].items() for method in row
+    }
+    own, wrong = f"Bearer {KEYS[0]}", ["", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], f"Bearer {KEYS[0]}x"]
+    hosts = {name: name in ("localhost", "127.0.0.1", "[::1]", "LOCALHOST") for name in HOSTS}
+    origins = {name: name is None or any(name == f"http://{host}" for host in hosts if hosts[host]) for name in ORIGINS}
+    async with httpx.AsyncClient(base_url=server.address, timeout=60) as client:
+        for method, path in sorted(routes):
+            for key in wrong:
+                answer = await client.request(method, path, headers={"Authorization": key} if key else None)
+                assert (answer.status_code == 200) == (path in OPEN), (path, key, answer.status_code)
+                assert path in OPEN or answer.status_code == 401, (path, key, answer.status_code)
+        for host, origin in itertools.product(hosts, origins):
+            headers = {"Host": f"{host}:{server.port}", "Authorization": own} | ({"Origin": origin} if origin else {})
+            status = (await client.get("/v1/models", headers=headers)).status_code
+            assert status == (200 if hosts[host] and origins[origin] else 403), (host, origin, status)
+    words = [sys.executable, "-m", "monoblock", "serve", server.folder, "--host", "0.0.0.0"]
+    refusal = await asyncio.to_thread(lambda: subprocess.run(words, capture_output=True, text=True, check=False))
+    assert refusal.returncode != 0
+    assert "--api-key-file" in refusal.stderr
+    return f"{len(routes)} routes with {len(wrong)} wrong keys, {len(hosts) * len(origins)} hosts and origins, as said"
+
+
+async def long_texts_are_cut_in_linear_time(server: Server, scale: float) -> str:
+    """S9: texts of a megabyte: each within 2 s and 2.5 times half of it; /health within 100 ms (p99)."""
+    size, waits, slowest, steepest = round(1_000_000 * min(1, scale)), list[float](), 0.0, 0.0
+    half, whole = hard_texts(size // 2), hard_texts(size)
+    is_done = asyncio.Event()
+
+    async def watch() -> None:
+        while not is_done.is_set():
+            waits.append((await server.ask("GET", "/health"))[2])
+            await asyncio.sleep(0.02)
+
+    async def cut(kind: str, text: str) -> float:
+        status, answer, seconds = await server.ask("POST", "/tokenize", {"model": kind, "text": text})
+        assert status == 200, answer[:400]
+        return seconds
+
+    watching = asyncio.create_task(watch())
+    for kind, name in itertools.product(["toy", *KINDS], whole):
+        before = seconds = math.inf
+        for _ in range(8):  # other processes may disturb some
+            before, seconds = min(before, await cut(kind, half[name])), min(seconds, await cut(kind, whole[name]))
+            if seconds <= min(2, 2.5 * before):
+                break
+        assert seconds <= min(2, max(0.1, 2.5 * before)), f"{kind}, {name}: {before:.2f} s, then {seconds:.2f} s"
+        slowest, steepest = max(slowest, seconds), max(steepest, seconds / before if seconds >= 0.1 else 0)
+        if kind == "toy":
+            status, answer, _ = await server.ask("POST", "/v1/completions", {"model": kind, "prompt": whole[name]})
+            assert status == 400 or len(whole[name]) < 400, answer
+    is_done.set()
+    await watching
+    return (
+        f"{len(whole)} texts, {1 + len(KINDS)} tokenizers: at most {slowest:.2f} s, {steepest:.1f} times those of half "
+        f"as much; /health within {p99(waits)} ms (p99)"
+    )
+
+
+KINDS = ("unigram", "wordpiece", "byte")  # of further tokenizers
+OPEN = ("/", "/health", "/ready")
+HOSTS = (
+    "localhost", "127.0.0.1", "[::1]", "LOCALHOST", "evil.example", "localhost.evil.example", "127.0.0.1.evil.example",
+    "evil.example@localhost", "localhost@evil.example", "0.0.0.0", "127.1", "2130706433", "localhost.", "xn--localhost",
+    "[::ffff:127.0.0.1]", "10.0.0.1", "example.com", "a" * 300, "local host", "%6cocalhost",
+)  # fmt: skip
+ORIGINS = (
+    None, "http://localhost", "http://127.0.0.1", "http://[::1]", "null", "http://evil.example", "file://", "localhost",
+    "http://localhost.evil.example", "http://evil.example/localhost", "http://localhost@evil.example", "http://[",
+    "http://evil.example#localhost", "chrome-extension://abc", "http://127.0.0.1.evil.example",
+)  # fmt: skip
 GOALS: dict[Callable[[Server, float], Awaitable[str]], list[str]] = {  # with the options of the server
     every_text_is_that_of_its_request_alone: ["--exact"],
     clients_that_go_free_their_pages: [],
     a_flood_is_refused_at_once: ["--max-rows", "32", "--max-queue", "96"],
     stalled_clients_are_closed: [],
-    nonsense_is_refused: [],
+    nonsense_is_refused: ["--max-rows", "128"],
+    only_those_who_may_ask_are_answered: [],
     keys_share_nothing: [],
+    long_texts_are_cut_in_linear_time: [],
 }
 
 
@@ -339,14 +424,15 @@ def shutdowns(folder: str, scale: float) -> str:
     return f"{count} shutdowns, {answered} requests answered, {refused} refused, every exit code 0"
 
 
-def write_toy(folder: Path) -> str:
+def write_toy(folder: Path, kind: str = "bpe", context: int = 320) -> str:
     import torch
 
     import monoblock as mb
 
-    tokenizer = mb.Tokenizer.train("bpe", [PROMPT * 9], vocab_size=320)
+    tokenizer = mb.Tokenizer.train(kind, [PROMPT * 9] if kind != "byte" else [], vocab_size=320)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     torch.manual_seed(0)
-    config = mb.gpt(vocab=tokenizer.vocab_size, width=64, depth=3, heads=4, context=320)
+    config = mb.gpt(vocab=tokenizer.vocab_size, width=64, depth=3, heads=4, context=context)
     mb.Transformer(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -371,7 +457,10 @@ def main() -> None:
             if goal is shutdowns:
                 seen = shutdowns(folder, scale)
             else:
-                with serving(folder, *GOALS[goal]) as server:
+                small = write_toy(Path(temporary) / "small", context=48) if goal is nonsense_is_refused else folder
+                more = KINDS if goal is long_texts_are_cut_in_linear_time else ()
+                others = [write_toy(Path(temporary) / kind, kind) for kind in more]
+                with serving(small, *others, *GOALS[goal]) as server:
                     seen = asyncio.run(goal(server, scale))
             row = f"| {about} | {seen} | {time.monotonic() - start:.0f} |"
             print(row, flush=True)

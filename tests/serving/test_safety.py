@@ -53,7 +53,9 @@ def test_every_route_needs_the_key_but_those_that_are_listed(server):
                 assert json.loads(body)["error"]["code"] == "invalid_api_key"
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[", "localhost@evil.example:80"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "", "[", "localhost@evil.example:80", "evil.example@localhost"]
+)
 def test_other_names_of_the_server_are_refused(server, host):
     status, body = fetch(server[1], "/v1/models", Host=host or "evil")
     assert status == 403

@@ -26,6 +26,17 @@ def test_byte_level_tokenizers_are_lossless_for_any_text_of_hypothesis(text):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.parametrize(("kind", "marker"), KINDS)
+def test_a_long_text_has_the_ids_of_its_words_as_a_short_one(kind, marker):
+    tokenizer = get_tokenizer(kind, marker)
+    words = " ".join(TEXTS)
+    for options in ({}, {"add_specials": True}, {"allow_specials": True}):
+        short = tokenizer._select_backend("allow_specials" in options)
+        text = words * (1 + 5000 // len(words))
+        expected = short.encode(text, add_special_tokens="add_specials" in options).ids
+        assert tokenizer.encode(text, **options) == expected
+
+
 @pytest.mark.parametrize("lowercase", [False, True])
 @pytest.mark.parametrize(("kind", "marker"), KINDS)
 def test_ids_are_stable_after_one_round_trip(kind, marker, lowercase):

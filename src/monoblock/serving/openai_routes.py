@@ -273,7 +273,7 @@ async def _chat_job(
         prompt = model.encode_chat(messages, **({"tools": tools} if tools else {}))
         return model.jobs(body, [prompt], extra=extra, salt=request.state.salt, new_text=True)[0]
 
-    return await prepare(request, make_job, is_quick=body.is_quick)
+    return await asyncio.to_thread(make_job)  # another process renders the template
 
 
 def _plain_text(content: Any) -> Any:

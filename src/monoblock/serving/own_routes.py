@@ -167,7 +167,8 @@ async def tokenize(request: Request, body: TokenizeBody) -> Response:
 
     def work() -> dict[str, Any]:
         ids = tokenizer.encode(body.text, add_specials=body.add_special_tokens)
-        return {"tokens": ids, "pieces": [tokenizer.token(token) for token in ids], "count": len(ids)}
+        spelling = {token: tokenizer.token(token) for token in set(ids)}
+        return {"tokens": ids, "pieces": [spelling[token] for token in ids], "count": len(ids)}
 
     return await _long_answer(work)
 

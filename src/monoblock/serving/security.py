@@ -162,7 +162,8 @@ class _Limited:
 def _name(host: str) -> str:
     """Return the name in a Host header or in the address of an origin, without its port."""
     try:
-        return (urlsplit(f"//{host}").hostname or "").lower()
+        parts = urlsplit(f"//{host}")
+        return (parts.hostname or "").lower() if parts.netloc == host and parts.username is None else ""
     except ValueError:
         return ""
 
