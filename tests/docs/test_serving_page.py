@@ -96,3 +96,21 @@ def test_the_knobs_without_a_way_are_those_that_the_code_refuses():
         if variants and not any(map(is_written, variants)):
             refused.add(shown)
     assert set(re.findall(r"`([^`]+)`", sentence)) == refused
+
+
+def test_the_families_that_run_by_the_class_of_transformers_are_those_whose_class_allows_it():
+    transformers = pytest.importorskip("transformers")
+    table = (
+        (ROOT / "docs" / "serving.md")
+        .read_text()
+        .partition("| family | vLLM | SGLang |")[2]
+        .partition("| all others")[0]
+    )
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    families = {family.model_type: family for family in DECODERS}
+    for row in rows:
+        for name in re.findall(r"`(\w+)`", row):
+            supports = getattr(transformers, next(iter(families[name].classes)))._supports_attention_backend
+            assert supports == ("class of transformers" in row or name == "persimmon"), name
+    assert len(rows) == 4
+    assert f"Of the {len(families)} decoder families" in (ROOT / "docs" / "serving.md").read_text()

@@ -1,9 +1,12 @@
 """What runs on a Ray cluster, without one; benchmarks/reliability/ray_workers.py kills the workers of a real one."""
 
+import ast
 import asyncio
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -168,6 +171,16 @@ def test_a_client_that_goes_ends_its_request():
         return replicas.open, loop.num_open
 
     assert run(replicas, work) == (0, 0)
+
+
+def test_the_page_names_every_argument_of_the_application():
+    tree = ast.parse((Path(mb.__file__).parent / "serving" / "ray.py").read_text())  # Ray is not needed to read it
+    (arguments,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Arguments"]
+    names = {node.target.id for node in arguments.body if isinstance(node, ast.AnnAssign)}
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    table = page.partition("| argument | default | meaning |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == names
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------
