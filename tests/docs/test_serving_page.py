@@ -113,4 +113,3 @@ def test_the_families_that_run_by_the_class_of_transformers_are_those_whose_clas
             supports = getattr(transformers, next(iter(families[name].classes)))._supports_attention_backend
             assert supports == ("class of transformers" in row or name == "persimmon"), name
     assert len(rows) == 4
-    assert f"Of the {len(families)} decoder families" in (ROOT / "docs" / "serving.md").read_text()

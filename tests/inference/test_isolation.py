@@ -210,7 +210,7 @@ def test_what_cannot_be_honoured_is_refused():
         "no adapter": lambda: mb.Engine(model).add([3], adapter=["a"]),
         "write mb.Settings": lambda: mb.Engine(model).add([3], Settings),
         "optimized already": lambda: mb.optimize(mb.optimize(model)),
-        "proposes no tokens": lambda: mb.Engine(model, proposer=[3]),
+        "is not a proposer": lambda: mb.Engine(model, proposer=[3]),
     }
     for words, call in cases.items():
         with pytest.raises(InputError, match=words):
