@@ -104,7 +104,7 @@ def ray_serving(folder: str, **arguments: Any) -> Iterator[Server]:
         arguments |= {"model": f"{folder}=toy", "api_key_file": str(keys), "replicas": 2}
         file = Path(temporary) / "ready"
         process = start("-c", SERVE, repr(arguments), str(port), str(file))
-        server = Server(process, port)
+        server = Server(process, port, folder)
         try:
             while process.poll() is None and not file.exists():
                 time.sleep(0.2)
